@@ -1,0 +1,76 @@
+#!/bin/bash
+# The GPU lane, on any machine with an NVIDIA GPU and PyTorch: install, doctor, GPU tests, sanitizer, benchmark, evidence.
+#
+#   ci/gpu_lane.sh [--wheel FILE] [--out DIR] [--archs "90"] [--ptx 80] [--steps test,sanitize,demo,bench] [--quick]
+#
+# Without --wheel it builds from source with the machine's own toolkit (CUDACXX, or nvcc on PATH) and the build tools of
+# its Python. --ptx NN builds the test-only variant that runs the code of another architecture on this GPU; never shipped.
+# A step that fails fails the lane, after the others have run.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+wheel="" out="gpu-lane" archs="" ptx="" steps="test,sanitize,demo,bench" quick=""
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --wheel) wheel=$2; shift 2 ;;
+    --out) out=$2; shift 2 ;;
+    --archs) archs=$2; shift 2 ;;
+    --ptx) ptx=$2; shift 2 ;;
+    --steps) steps=$2; shift 2 ;;
+    --quick) quick=--quick; shift ;;
+    *) echo "gpu_lane.sh: unknown option $1" >&2; exit 2 ;;
+  esac
+done
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+python=${PYTHON:-python3}
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+wants() { [[ ",$steps," == *",$1,"* ]]; }
+failed=()
+
+echo "== install"
+if [ -n "$wheel" ]; then
+  "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$wheel" || exit 1
+else
+  CUDACXX=${CUDACXX:-$(command -v nvcc)} || { echo "gpu_lane.sh: no nvcc: set CUDACXX or give --wheel" >&2; exit 2; }
+  export CUDACXX PREQUAL_CUDA_ARCHS=${archs:-90}
+  "$python" -m pip install -q --no-index --no-deps --no-build-isolation --no-compile --target "$site" \
+    ${ptx:+-C cmake.define.PREQUAL_TEST_PTX=$ptx} . || exit 1
+fi
+export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PREQUAL_GPU_LANE=1
+[ -n "$ptx" ] && export PREQUAL_FORCE_ARCH=$ptx
+cd tests || exit 1 # away from the sources: what is tested is what was installed
+
+echo "== doctor"
+"$python" -m prequal doctor
+"$python" -m prequal doctor --json > "$out/doctor.json"
+
+tests="not run"
+if wants test; then
+  echo "== tests"
+  if "$python" -m pytest -q -p no:cacheprovider -m gpu . --junitxml "$out/gpu-tests.xml"; then tests=passed; else tests=failed failed+=(test); fi
+fi
+if wants sanitize && command -v compute-sanitizer > /dev/null; then
+  for tool in memcheck racecheck; do
+    echo "== compute-sanitizer $tool"
+    compute-sanitizer --tool $tool --error-exitcode 9 --kernel-name-exclude kernel_substring=at:: \
+      "$python" ../ci/sanitize_calls.py > "$out/sanitizer-$tool.txt" 2>&1 || failed+=("$tool")
+    tail -n 3 "$out/sanitizer-$tool.txt"
+  done
+fi
+if wants demo; then
+  echo "== demo"
+  "$python" -m prequal transfer-labels demo:knot --device cuda --out "$out/labelled.ply" --json | tee "$out/demo.json" || failed+=(demo)
+  rm -f "$out/labelled.ply"
+fi
+if wants bench; then
+  echo "== benchmark"
+  "$python" ../benchmarks/run.py --out "$out" --gpu-tests "$tests" $quick || failed+=(bench)
+fi
+
+if [ ${#failed[@]} -gt 0 ]; then
+  echo "GPU lane FAILED: ${failed[*]}"
+  exit 1
+fi
+echo "GPU lane passed (tests: $tests)"

@@ -1,0 +1,43 @@
+// Launching a kernel: errors are caught at the launch, and every kernel that can be launched is known beforehand,
+// so that qualification can load all of them (a first launch that loads a module breaks a graph capture).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+#include <vector>
+
+#include "prequal/error.h"
+#include "prequal/tensor.h"
+
+namespace prequal {
+
+// Every kernel of the module, filled before main().
+inline std::vector<const void*>& kernels() {
+  static std::vector<const void*> all;
+  return all;
+}
+
+inline void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  throw CudaFailure(std::string(what) + ": " + cudaGetErrorName(status) + ": " + cudaGetErrorString(status));
+}
+
+// Instantiating launch<kernel> is what registers the kernel: there is no list to keep.
+template <auto kernel>
+struct Registered {
+  static inline const bool done = [] {
+    kernels().push_back(reinterpret_cast<const void*>(kernel));
+    return true;
+  }();
+};
+
+template <auto kernel, class... Args>
+void launch(const Context& context, dim3 grid, dim3 block, Args... args) {
+  (void)Registered<kernel>::done;
+  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&args))...};
+  const auto stream = static_cast<cudaStream_t>(context.stream);
+  check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, block, pointers, 0, stream), "launch");
+}
+
+}  // namespace prequal

@@ -1,0 +1,5 @@
+"""`python -m prequal`."""
+
+from .cli import main
+
+raise SystemExit(main())

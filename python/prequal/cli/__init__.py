@@ -1,0 +1,38 @@
+"""`prequal COMMAND`: exit code 0 for success, 2 for wrong use, others as each command says."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+# name -> (module below prequal.cli, one line). Imported when chosen: doctor must start where torch cannot.
+COMMANDS = {
+    "doctor": ("doctor", "what this worker is, and for each op which path serves and why"),
+    "transfer-labels": ("transfer_labels", "label a mesh from a few thousand of its points"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="prequal", description="CUDA kernels for PyTorch, qualified on this worker.")
+    parser.add_argument("--version", action="version", version=f"prequal {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    run = None
+    for name, (module_name, line) in COMMANDS.items():
+        command = commands.add_parser(name, help=line, description=line)
+        if name == chosen:
+            module = importlib.import_module(f"prequal.cli.{module_name}")
+            module.add_arguments(command)
+            run = module.run
+    args = parser.parse_args(argv)
+    assert run is not None  # a command was chosen, or parse_args has left
+    return int(run(args))
+
+
+def _version() -> str:
+    from prequal import __version__
+
+    return __version__

@@ -1,0 +1,29 @@
+"""Exceptions that prequal raises of its own. Wrong arguments are ValueError and TypeError, as everywhere."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FallbackError(RuntimeError):
+    """Strict mode: a call would have been answered by the reference. `op`, `device` and `reason` say which and why."""
+
+    def __init__(self, op: str, device: str, reason: str, detail: str = "") -> None:
+        self.op, self.device, self.reason, self.detail = op, device, reason, detail
+        tail = f" ({detail})" if detail else ""
+        super().__init__(f"{op} on {device}: the fast path does not serve: {reason}{tail}; strict mode allows no fallback")
+
+
+class LockError(ValueError):
+    """A qualification lock that cannot be read or believed. The gate stays closed."""
+
+
+class UnknownOpError(ValueError):
+    """A flag or a call names an op that does not exist."""
+
+    def __init__(self, where: str, name: str, known: Iterable[str]) -> None:
+        known = sorted(known)
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known)}"
+        super().__init__(f"{where}: expected the name of an op or 'all', got {name!r}; {hint}")

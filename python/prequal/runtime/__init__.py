@@ -1,0 +1,1 @@
+"""What decides, watches and proves the fast paths: fingerprint, gate, qualification, flags, telemetry."""

@@ -1,0 +1,142 @@
+"""The one gate, the one telemetry and the one set of flags of this process, and the seam to the native module."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .runtime import manifest as build_manifest
+from .runtime.fingerprint import Fingerprint, collect
+from .runtime.flags import Flags
+from .runtime.gate import Gate
+from .runtime.manifest import Manifest
+from .runtime.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from .registry import Op
+
+native_ops: dict[str, Op] = {}
+
+
+def absent(*args: object) -> Any:
+    """Stands where a native function would."""
+    return NotImplemented
+
+
+def _load_native() -> tuple[Any, str | None]:
+    """The module, or why there is none: told by gate and doctor, never a None that fails far away."""
+    if build_manifest.load().cuda is None and importlib.util.find_spec("prequal._native") is None:
+        return None, "this build of prequal has no native module (built with PREQUAL_WITH_CUDA=OFF)"
+    try:
+        module = importlib.import_module("prequal._native")
+    except ImportError as error:
+        return None, f"prequal._native could not be loaded: {error}"
+    stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    modes = torch._C._len_torch_dispatch_stack
+    module.attach(torch, modes, torch._C._functorch.peek_interpreter_stack, stream)
+    module.use_exchange_api(True)
+    return module, None
+
+
+native, native_problem = _load_native()
+_ids: dict[str, int] = {name: i for i, name in enumerate(native.ops())} if native is not None else {}
+
+
+def native_function(name: str) -> Any:
+    if native is None:
+        return absent
+    if name not in _ids:
+        raise ImportError(f"prequal._native has no launcher {name!r}: the module and the Python files are of two builds")
+    return getattr(native, name)
+
+
+def why() -> str:
+    """Why the last native call on this thread did not answer."""
+    return "not_attached" if native is None else native.why()
+
+
+def admitted(name: str, args: Sequence[Any]) -> Any:
+    """Call the launcher past route and gate: the caller has seen to both."""
+    if native is None:
+        return NotImplemented
+    native.admit()
+    return getattr(native, name)(*args)
+
+
+def fast_calls() -> Mapping[tuple[str, str], int]:
+    calls = {}
+    for name, op in _ids.items():
+        for device in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
+            if count := native.fast_calls(op, device):
+                calls[name, f"cuda:{device}"] = count
+    return calls
+
+
+class ThisHost:
+    """The gate's view of this very process."""
+
+    def __init__(self) -> None:
+        self.manifest: Manifest = build_manifest.load()
+
+    def native_problem(self) -> str | None:
+        return native_problem
+
+    def cuda_problem(self) -> str | None:
+        if torch.version.cuda is None:
+            return "this torch is built without CUDA"
+        if torch.cuda.is_initialized():
+            return None
+        gpus = fingerprint().data["gpus"]
+        if gpus["state"] != "unknown" and gpus["count"] == 0:
+            return str(gpus["note"])
+        return None if torch.cuda.device_count() > 0 else f"torch sees no GPU ({gpus['note']})"
+
+    def driver(self) -> str | None:
+        version = fingerprint().data["driver"]["version"]
+        return None if version is None else str(version)
+
+    def devices(self) -> list[int]:
+        return list(range(torch.cuda.device_count())) if self.cuda_problem() is None else []
+
+    def capability(self, device: int) -> tuple[int, int]:
+        return torch.cuda.get_device_capability(device)
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def failure(self, op: str, device: int) -> str | None:
+        return native.failure(_ids[op], device) or None if native is not None and op in _ids else None
+
+    def open(self, op: str, device: int, is_open: bool) -> None:
+        if native is not None and op in _ids:
+            native.set_gate(_ids[op], device, is_open)
+
+
+_fingerprint: Fingerprint | None = None
+
+
+def fingerprint() -> Fingerprint:
+    """Stage A of this process, made when first asked for: no CUDA call."""
+    global _fingerprint
+    if _fingerprint is None:
+        _fingerprint = collect()
+    return _fingerprint
+
+
+telemetry = Telemetry(fast_calls)
+flags = Flags(
+    known=lambda: native_ops.keys(),
+    changed=lambda: gate.forget(),
+    scoped=lambda change: native.scoped_flags(change) if native is not None else None,
+)
+gate = Gate(ThisHost(), flags.disabled)
+
+
+def read_environment(environ: Mapping[str, str] = os.environ) -> None:
+    """PREQUAL_POLICY, PREQUAL_DISABLE, PREQUAL_STRICT: read once all ops are known. A wrong value is an error here."""
+    gate.set_policy(environ.get("PREQUAL_POLICY", "auto") or "auto")
+    flags.read(environ)

@@ -1,0 +1,103 @@
+// prequal._native: one line an op, then what runtime/ needs to watch and steer them.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "binding.h"
+#include "ops.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace prequal;
+
+namespace {
+
+OpState& op_at(int index) {
+  if (index < 0 || index >= state().count) throw nb::index_error("op: expected an index into ops()");
+  return state().ops[index];
+}
+
+int device_at(int index) {
+  if (index < 0 || index >= max_devices) throw nb::index_error("device: expected a CUDA ordinal below 64");
+  return index;
+}
+
+// torch, and what of it is not public: handed over by prequal.registry
+void attach(nb::handle module, nb::handle dispatch_modes, nb::handle functorch_level, nb::object current_stream) {
+  Torch& torch_side = torch();
+  torch_side.module = module.inc_ref().ptr();
+  torch_side.tensor_type = reinterpret_cast<PyTypeObject*>(nb::object(module.attr("Tensor")).release().ptr());
+  torch_side.parameter_type =
+      reinterpret_cast<PyTypeObject*>(nb::object(module.attr("nn").attr("Parameter")).release().ptr());
+  torch_side.dispatch_modes = dispatch_modes.inc_ref().ptr();
+  torch_side.functorch_level = functorch_level.inc_ref().ptr();
+  torch_side.grad_enabled = nb::object(module.attr("is_grad_enabled")).release().ptr();
+  torch_side.current_stream = current_stream.release().ptr();
+  torch_side.out_of_memory = nb::object(module.attr("OutOfMemoryError")).release().ptr();
+  for (int code = 0; code < static_cast<int>(DType::other); ++code) {
+    torch_side.dtypes[code] = nb::object(module.attr(name_of(static_cast<DType>(code)))).release().ptr();
+  }
+}
+
+// True where torch offers the DLPack C exchange API in a version this module reads, and it is wanted.
+bool use_exchange_api(bool wanted) {
+  torch().api = nullptr;
+  if (!wanted || !torch().tensor_type) return false;
+  nb::object capsule = nb::getattr(nb::handle(reinterpret_cast<PyObject*>(torch().tensor_type)),
+                                   "__dlpack_c_exchange_api__", nb::none());
+  if (capsule.is_none()) return false;
+  auto* api = static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  if (!api) {
+    PyErr_Clear();
+    return false;
+  }
+  while (api && api->version.major > 1) api = api->previous;
+  if (!api || api->version.major != 1 || !api->view_from_object) return false;
+  torch().api = api;  // lives as long as torch
+  return true;
+}
+
+// Loads every kernel on the current context of this device: no later launch loads a module.
+int preload(int device) {
+  try {
+    DeviceGuard guard(device_at(device));
+    for (const void* kernel : kernels()) {
+      cudaFuncAttributes attributes;
+      check(cudaFuncGetAttributes(&attributes, kernel), "preload");
+    }
+  } catch (const CudaFailure& error) {
+    throw std::runtime_error("preload on cuda:" + std::to_string(device) + ": " + error.what());
+  }
+  return static_cast<int>(kernels().size());
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  def<ops::rms_norm>(m, "rms_norm", {"x", "weight", "eps"});
+  def<ops::knn>(m, "knn", {"queries", "references", "k"});
+  def<ops::knn_gather>(m, "knn_gather", {"queries", "references", "values"});
+
+  m.def("ops", [] {
+    nb::list all;
+    for (int i = 0; i < state().count; ++i) all.append(state().ops[i].name);
+    return all;
+  });
+  m.def("attach", &attach, "torch"_a, "dispatch_modes"_a, "functorch_level"_a, "current_stream"_a.none());
+  m.def("use_exchange_api", &use_exchange_api, "wanted"_a);
+  m.def("why", [] { return std::string(why); });
+  m.def("admit", [] { admitted = true; });
+  m.def("set_gate", [](int op, int device, bool open) {
+    auto& gate = op_at(op).gate[device_at(device)];
+    if (gate.load() != Gate::failed) gate.store(open ? Gate::open : Gate::ask);
+  }, "op"_a, "device"_a, "open"_a);
+  m.def("failure", [](int op, int device) { return op_at(op).failure[device_at(device)]; }, "op"_a, "device"_a);
+  m.def("scoped_flags", [](int change) { return state().scoped_flags += change; }, "change"_a);
+  m.def("fast_calls", [](int op, int device) { return op_at(op).fast_calls[device_at(device)].load(); }, "op"_a,
+        "device"_a);
+  m.def("preload", &preload, "device"_a);
+  m.def("runtime_version", [] {
+    int version = 0;
+    cudaRuntimeGetVersion(&version);
+    return version;
+  });
+}

@@ -1,0 +1,70 @@
+"""Devices and isolation for every test. GPU tests carry the marker `gpu` and are skipped, with the reason, without one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+
+import pytest
+import torch
+
+import prequal
+from prequal import runtime_state as state
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+
+
+def why_no_gpu() -> str | None:
+    refusal = state.gate.host.native_problem() or state.gate.host.cuda_problem()
+    if refusal:
+        return refusal
+    verdict = prequal.explain("rms_norm", device="cuda")
+    return None if verdict.path == "fast" or verdict.reason == "not_qualified" else f"{verdict.reason}: {verdict.detail}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = why_no_gpu() if any(item.get_closest_marker("gpu") for item in items) else None
+    if reason is None:
+        return
+    if os.environ.get("PREQUAL_GPU_LANE"):
+        raise pytest.UsageError(f"the GPU lane was asked for, and: {reason}")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=f"no usable GPU: {reason}"))
+
+
+DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The CPU, and the current GPU where there is one."""
+    return torch.device("cuda", torch.cuda.current_device()) if request.param == "cuda" else torch.device("cpu")
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(autouse=True)
+def fresh_state(caplog: pytest.LogCaptureFixture):
+    """Counters, flags, policy and qualifications of one test are not the next one's."""
+    caplog.set_level(logging.ERROR, logger="prequal")
+    prequal.enable("all")
+    prequal.set_policy("auto")
+    prequal.reset_stats()
+    yield
+    prequal.enable("all")
+    prequal.set_policy("auto")
+    state.gate.unqualify()
+
+
+@pytest.fixture(scope="session")
+def test_data() -> pathlib.Path:
+    """Real scans, which are not part of the project."""
+    folder = pathlib.Path(os.environ.get("PREQUAL_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip("no test data: set PREQUAL_TEST_DATA to the folder that holds the scans")
+    return folder

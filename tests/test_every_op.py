@@ -1,0 +1,400 @@
+"""What holds for every op, over the registry: a new op is under these tests by being declared."""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import prequal
+from prequal import registry
+from prequal import runtime_state as state
+from prequal.registry import OPS, Op, Sample
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+EVERY_OP = [pytest.param(op, id=name) for name, op in OPS.items()]
+# Sample names are the same on every device, so the CPU's list serves as the list of cases.
+EVERY_SAMPLE = [pytest.param(op, s.name, id=f"{name}-{s.name}") for name, op in OPS.items() for s in op.samples(CPU)]
+
+every_op = pytest.mark.parametrize("op", EVERY_OP)
+every_sample = pytest.mark.parametrize(("op", "name"), EVERY_SAMPLE)
+
+
+def sample_of(op: Op, name: str, device: torch.device) -> Sample:
+    return next(sample for sample in op.samples(device) if sample.name == name)
+
+
+def quick(op: Op, device: torch.device) -> Sample:
+    return next(iter(op.samples(device)))
+
+
+def public(op: Op):
+    return getattr(prequal, op.name)
+
+
+def tensors(values) -> list[Tensor]:
+    return [values] if isinstance(values, Tensor) else [v for v in values if isinstance(v, Tensor)]
+
+
+def differentiable(op: Op, device: torch.device) -> Iterator[tuple[tuple, list[int]]]:
+    """The quick sample in fp32 and in fp64, with the floating arguments asking for gradients."""
+    for dtype in (torch.float32, torch.float64):
+        args = [x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in quick(op, device).args]
+        places = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point()]
+        yield tuple(x.clone().requires_grad_() if i in places else x for i, x in enumerate(args)), places
+
+
+# ---- the answer ------------------------------------------------------------------------------------------------------
+
+
+@every_sample
+def test_the_public_call_keeps_the_contract(op, name, device):
+    sample = sample_of(op, name, device)
+    got = public(op)(*sample.args, **sample.kwargs)
+    want = op.reference(*sample.args, **sample.kwargs)
+    assert op.contract.compare(got, want) is None
+
+
+@pytest.mark.gpu
+@every_sample
+def test_the_kernel_serves_every_call_that_meets_its_needs(op, name, cuda):
+    sample = sample_of(op, name, cuda)
+    bound = op.bind(sample.args, sample.kwargs)
+    need = op.unmet_need(bound)
+    public(op)(*sample.args, **sample.kwargs)
+    seen = prequal.stats()[op.name][str(cuda)]
+    if need is None:
+        assert seen == {"fast": 1, "reference": {}}
+    else:
+        assert seen == {"fast": 0, "reference": {f"unsupported_input:{need.name}": 1}}
+
+
+@pytest.mark.gpu
+@every_sample
+def test_two_runs_give_the_same_bits(op, name, cuda):
+    sample = sample_of(op, name, cuda)
+    first, second = (tensors(public(op)(*sample.args, **sample.kwargs)) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert prequal.contracts.Bitwise().compare(a, b) is None
+
+
+@every_sample
+def test_tracing_tells_the_shape_dtype_and_strides_of_the_answer(op, name, device):
+    sample = sample_of(op, name, device)
+    want = tensors(op.answer(op.bind(sample.args, sample.kwargs)))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in sample.args]
+        got = tensors(public(op)(*fake, **sample.kwargs))
+    for a, b in zip(got, want, strict=True):
+        assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+        assert b.is_contiguous()
+        assert a.is_contiguous()
+
+
+@every_op
+def test_the_answer_is_fresh_memory(op, device):
+    args = quick(op, device).args
+    out = tensors(public(op)(*args))
+    inputs = {x.untyped_storage().data_ptr() for x in tensors(args)}
+    assert all(x.untyped_storage().data_ptr() not in inputs for x in out)
+
+
+@every_op
+def test_a_call_leaves_its_arguments_as_they_were(op, device):
+    args = quick(op, device).args
+    before = [x.clone() for x in tensors(args)]
+    public(op)(*args)
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors(args), strict=True))
+
+
+# ---- the wrong call --------------------------------------------------------------------------------------------------
+
+
+@every_op
+@pytest.mark.parametrize("road", ["public", "torch.ops", "reference scope"])
+def test_a_wrong_call_is_the_same_error_on_every_road(op, road, device):
+    calls = op.wrong_calls(device)
+    assert calls, "an op declares its wrong calls"
+    for call in calls:
+        if road == "torch.ops":
+            if not all(isinstance(x, Tensor) for x in call.args):
+                continue  # torch's own schema check speaks there
+            function = op.packet
+        else:
+            function = public(op)
+        with prequal.reference(*([op.name] if road == "reference scope" else ["knn_gather"])):
+            if road == "public":
+                with prequal.strict(False), pytest.raises(call.error, match=call.match):
+                    function(*call.args)
+            else:
+                with pytest.raises(call.error, match=call.match):
+                    function(*call.args)
+
+
+@every_op
+def test_a_wrong_call_is_not_counted(op, device):
+    for call in op.wrong_calls(device):
+        with pytest.raises(call.error):
+            public(op)(*call.args)
+    assert op.name not in prequal.stats()
+
+
+@every_op
+def test_sparse_and_meta_tensors_are_no_crash(op, device):
+    args = list(quick(op, device).args)
+    first = args[0]
+    with pytest.raises(TypeError, match="dense tensor, got one with layout sparse"):
+        public(op)(first.float().to_sparse(), *args[1:])
+    meta = public(op)(*(x.to("meta") if isinstance(x, Tensor) else x for x in args))
+    assert all(x.device.type == "meta" for x in tensors(meta))
+
+
+# ---- torch.library -----------------------------------------------------------------------------------------------------
+
+
+@every_op
+def test_opcheck(op, device):
+    for args in (quick(op, device).args, next(differentiable(op, device))[0]):
+        torch.library.opcheck(op.packet.default, op.bind(args))
+
+
+@every_op
+def test_it_compiles_without_a_graph_break(op, device):
+    args = quick(op, device).args
+    got = torch.compile(public(op), fullgraph=True, backend="aot_eager")(*args)
+    assert op.contract.compare(got, op.reference(*args)) is None
+
+
+@every_op
+def test_gradients_are_those_of_the_reference(op, device):
+    for args, places in differentiable(op, device):
+        outputs = [x for x in tensors(public(op)(*args)) if x.is_floating_point()]
+        wants = [x for x in tensors(op.reference(*args)) if x.is_floating_point()]
+        if not outputs or not any(x.requires_grad for x in wants):
+            continue
+        weights = [torch.linspace(0.5, 1.5, x.numel(), device=device, dtype=x.dtype).view(x.shape) for x in wants]
+        inputs = [args[i] for i in places]
+        got = torch.autograd.grad(outputs, inputs, weights, allow_unused=True, materialize_grads=True)
+        want = torch.autograd.grad(wants, inputs, weights, allow_unused=True, materialize_grads=True)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@every_op
+def test_vmap_is_a_call_an_element(op, device):
+    args = quick(op, device).args
+    stacked = [torch.stack([x, x.flip(0)], dim=1) if isinstance(x, Tensor) else x for x in args]
+    in_dims = tuple(1 if isinstance(x, Tensor) else None for x in args)
+    got = tensors(torch.vmap(public(op), in_dims=in_dims)(*stacked))
+    for i in range(2):
+        want = op.reference(*(x[:, i] if isinstance(x, Tensor) else x for x in stacked))
+        assert op.contract.compare([x[i] for x in got], tensors(want)) is None
+    seen = prequal.stats()[op.name][str(device)]
+    assert seen["fast"] + sum(seen["reference"].values()) == 2
+
+
+@every_op
+def test_a_dispatch_mode_sees_the_op(op, device):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        public(op)(*quick(op, device).args)
+    assert op.packet.default in seen
+
+
+@every_op
+def test_a_tensor_subclass_goes_through_its_own_dispatch(op, device):
+    seen = []
+
+    class Loud(Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    args = [x.as_subclass(Loud) if isinstance(x, Tensor) else x for x in quick(op, device).args]
+    public(op)(*args)
+    assert op.packet in seen or op.packet.default in seen
+
+
+@every_op
+def test_keyword_arguments_are_the_positional_ones(op, device):
+    args = op.bind(quick(op, device).args)
+    named = dict(zip(op.arguments, args, strict=True))
+    assert op.contract.compare(public(op)(**named), op.reference(*args)) is None
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        public(op)(*args, nonsense=1)
+
+
+# ---- the current stream, graphs, devices ---------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@every_op
+def test_the_kernel_runs_on_the_current_stream(op, cuda):
+    """Behind a long piece of work on a side stream: a launch on another stream would read what is not written yet."""
+    args = quick(op, cuda).args
+    want = op.reference(*args)
+    public(op)(*args)
+    late = [torch.zeros_like(x) if isinstance(x, Tensor) else x for x in args]
+    busy = torch.rand(4096, 4096, device=cuda)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(30):
+            busy = busy @ busy
+            busy = busy / busy.norm()
+        for x, source in zip(late, args, strict=True):
+            if isinstance(x, Tensor):
+                x.copy_(source)
+        got = public(op)(*late)
+    stream.synchronize()
+    assert op.contract.compare(got, want) is None
+
+
+@pytest.mark.gpu
+@every_op
+def test_a_captured_graph_replays_on_new_inputs(op, cuda):
+    args = quick(op, cuda).args
+    static = [x.clone() if isinstance(x, Tensor) else x for x in args]
+    public(op)(*static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = public(op)(*static)
+    for x in tensors(static):
+        x.copy_(x.flip(0))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert op.contract.compare(out, op.reference(*static)) is None
+    assert prequal.stats()[op.name][str(cuda)]["reference"] == {}
+
+
+@pytest.mark.gpu
+@every_op
+def test_a_first_use_inside_a_capture_is_answered_by_the_reference(op, cuda, monkeypatch):
+    if state.gate.host.manifest.ops[op.basename].evidence:
+        monkeypatch.setattr(state.gate.host, "manifest", state.gate.host.manifest.without_evidence())
+    state.gate.unqualify()
+    monkeypatch.setattr(type(state.gate.host), "capturing", lambda self: True)
+    public(op)(*quick(op, cuda).args)
+    assert prequal.stats()[op.name][str(cuda)] == {"fast": 0, "reference": {"not_qualified": 1}}
+
+
+@pytest.mark.gpu
+@every_op
+def test_a_call_without_host_synchronisation(op, cuda):
+    args = quick(op, cuda).args
+    public(op)(*args)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        public(op)(*args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@every_op
+def test_a_tensor_on_another_device_is_answered_there(op):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU: the device guard needs two")
+    other = torch.device("cuda", 1)
+    with torch.cuda.device(0):
+        args = quick(op, other).args
+        got = public(op)(*args)
+        assert all(x.device == other for x in tensors(got))
+        assert torch.cuda.current_device() == 0
+        assert op.contract.compare(got, op.reference(*args)) is None
+        assert prequal.stats()[op.name]["cuda:1"]["fast"] == 1
+    first, second = (next(iter(tensors(quick(op, torch.device("cuda", i)).args))) for i in (0, 1))
+    rest = quick(op, other).args[1:]
+    if tensors(rest):
+        with pytest.raises(ValueError, match="expected a tensor on cuda:0 like"):
+            public(op)(first, *rest)
+    del second
+
+
+@pytest.mark.gpu
+@every_sample
+def test_attributes_say_what_the_exchange_says(op, name, cuda):
+    """Older torch has no exchange API: the boundary then reads attributes, and must come to the same call."""
+    sample = sample_of(op, name, cuda)
+    by_exchange = op.compare_paths(sample)
+    try:
+        assert state.native.use_exchange_api(False) is False
+        by_attributes = op.compare_paths(sample)
+    finally:
+        state.native.use_exchange_api(True)
+    assert by_exchange == by_attributes
+
+
+@pytest.mark.gpu
+@every_op
+def test_a_pending_negation_is_refused_not_ignored(op, cuda):
+    args = [x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in quick(op, cuda).args]
+    negated = torch.complex(torch.zeros_like(args[0]), -args[0]).conj().imag
+    assert negated.is_neg()
+    got = public(op)(negated, *args[1:])
+    assert op.contract.compare(got, op.reference(*args)) is None
+    assert prequal.stats()[op.name][str(cuda)]["reference"] == {"unsupported_input:negation": 1}
+
+
+# ---- the house ---------------------------------------------------------------------------------------------------------
+
+
+@every_op
+def test_the_docstring_tells_what_a_caller_must_know(op):
+    text = op.reference.__doc__
+    for section in ("Args:", "Returns:", "Raises:", "Contract:", "Source:"):
+        assert section in text, f"{op.name}: the docstring has no {section!r}"
+    for name in op.arguments:
+        assert re.search(rf"^\s+{name}: ", text, re.M), f"{op.name}: the docstring does not describe {name}"
+    assert inspect.getdoc(public(op)) == inspect.getdoc(op.reference)
+
+
+@every_op
+def test_one_basename_at_every_layer(op):
+    for path in (
+        f"src/ops/{op.basename}.cu",
+        f"python/prequal/ops/{op.basename}.py",
+        f"tests/ops/test_{op.basename}.py",
+    ):
+        assert (REPOSITORY / path).is_file(), path
+    assert re.search(rf"\b{op.name}\(const Context&", (REPOSITORY / "src/ops.h").read_text())
+    line = re.search(rf'def<ops::{op.name}>\(m, "{op.name}", {{(.*)}}\);', (REPOSITORY / "src/module.cpp").read_text())
+    assert line, f"src/module.cpp: no line for {op.name}"
+    assert tuple(re.findall(r'"(\w+)"', line[1])) == op.arguments
+
+
+def test_every_launcher_is_an_op_and_every_op_a_launcher():
+    if state.native is None:
+        pytest.skip(f"no native module: {state.native_problem}")
+    assert sorted(state.native.ops()) == sorted(OPS)
+    assert sorted(state.native_ops) == sorted(registry.OPS)
+
+
+@every_op
+def test_the_quick_case_is_small(op):
+    """It runs at first use in production."""
+    sizes = [x.numel() for x in tensors(quick(op, CPU).args)]
+    assert max(sizes) <= 4096
+    assert quick(op, CPU).name == "quick"
+
+
+@every_op
+def test_sample_names_are_unique(op):
+    names = [sample.name for sample in op.samples(CPU)]
+    assert len(names) == len(set(names))
