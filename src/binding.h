@@ -49,11 +49,13 @@ inline State& state() {
 }
 
 inline thread_local const char* why = "";
-inline thread_local bool admitted = false;  // one shot: the next call on this thread skips route and gate
+
+// One shot: the next call on this thread skips route and gate. A trial (a qualification) is not counted as served.
+enum class Admission : uint8_t { none, served, trial };
+inline thread_local Admission admission = Admission::none;
 
 struct Call {
   bool admitted;
-  bool grad;
   const Tensor* first = nullptr;
   const char* first_name = "";
 
@@ -79,7 +81,7 @@ struct FromPython;
 template <>
 struct FromPython<Tensor> {
   static Tensor convert(nb::handle object, const char* argument, const Call& call) {
-    return tensor_from_python(object, argument, call.admitted, call.grad);
+    return tensor_from_python(object, argument, call.admitted);
   }
 };
 
@@ -87,7 +89,7 @@ template <>
 struct FromPython<std::optional<Tensor>> {
   static std::optional<Tensor> convert(nb::handle object, const char* argument, const Call& call) {
     if (object.is_none()) return std::nullopt;
-    return tensor_from_python(object, argument, call.admitted, call.grad);
+    return tensor_from_python(object, argument, call.admitted);
   }
 };
 
@@ -152,15 +154,13 @@ int device_of(std::tuple<T...>& arguments, Call& call, const char* const* argume
 template <auto launcher, class R, class... A, size_t... I>
 nb::object run(OpState& op, const std::array<const char*, sizeof...(A)>& argument_names,
                const std::array<nb::handle, sizeof...(A)>& objects, Launcher<R, A...>, std::index_sequence<I...> each) {
-  Call call{std::exchange(admitted, false), false};
+  const Admission admission = std::exchange(prequal::admission, Admission::none);
+  Call call{admission != Admission::none};
   int device = Tensor::cpu;
   try {
     if (!torch().tensor_type) return not_here("not_attached");
-    if (!call.admitted) {
-      if (nb::cast<int>(invoke(torch().dispatch_modes)) != 0) return not_here("mode");
-      if (!invoke(torch().functorch_level).is_none()) return not_here("functorch");
-      call.grad = invoke(torch().grad_enabled).ptr() == Py_True;
-    }
+    // functorch needs no question: its tensors have no memory, and are found out ("foreign") when they are looked at
+    if (!call.admitted && PyLong_AsLong(invoke(torch().dispatch_modes).ptr()) != 0) return not_here("mode");
     std::tuple<Bare<A>...> arguments{FromPython<Bare<A>>::convert(objects[I], argument_names[I], call)...};
     device = device_of(arguments, call, argument_names.data(), each);
     if (device == Tensor::cpu) return not_here("cpu");
@@ -173,16 +173,12 @@ nb::object run(OpState& op, const std::array<const char*, sizeof...(A)>& argumen
     DeviceGuard guard(device);
     const Context context{device, current_stream(device), allocator()};
     nb::object out = to_python(launcher(context, std::get<I>(arguments)...));
-    op.fast_calls[device].fetch_add(1, std::memory_order_relaxed);
+    if (admission != Admission::trial) op.fast_calls[device].fetch_add(1, std::memory_order_relaxed);
     return out;
   } catch (const Detour& detour) {
     return not_here(call.admitted ? "dense" : detour.why);
   } catch (const Refused& refused) {
     return not_here(refused.need);
-  } catch (const WrongValue& error) {
-    throw nb::value_error(error.what());
-  } catch (const WrongType& error) {
-    throw nb::type_error(error.what());
   } catch (const CudaFailure& error) {
     const std::string text = op.name + " on cuda:" + std::to_string(device) + ": " + error.what();
     if (op.failure[device].empty()) op.failure[device] = text;
@@ -191,23 +187,47 @@ nb::object run(OpState& op, const std::array<const char*, sizeof...(A)>& argumen
   }
 }
 
-// def<ops::name>(module, "name", {argument names}): the one line an op.
+// METH_FASTCALL rather than nb::cpp_function: with arguments that may be None, nanobind's dispatch compares keywords and
+// defaults that the generated Python function has already put in order.
 template <auto launcher, class R, class... A, size_t... I>
-void define(nb::module_& module, const char* name, std::array<const char*, sizeof...(A)> argument_names,
-            Launcher<R, A...> typed, std::index_sequence<I...> each) {
-  OpState& op = state().ops.at(state().count++);
+void define(nb::module_& module, const char* name, const char* const* argument_names, Launcher<R, A...> typed,
+            std::index_sequence<I...> each) {
+  static OpState& op = state().ops.at(state().count++);
+  static const std::array<const char*, sizeof...(A)> argument_list{argument_names[I]...};
   op.name = name;
-  const auto call = [&op, argument_names, typed, each](std::conditional_t<true, nb::handle, A>... objects) {
-    return run<launcher>(op, argument_names, {objects...}, typed, each);
+
+  const auto call = [](PyObject*, PyObject* const* objects, Py_ssize_t count) -> PyObject* {
+    if (count != static_cast<Py_ssize_t>(sizeof...(A))) {
+      PyErr_Format(PyExc_TypeError, "%s: expected %zd arguments in order, got %zd", op.name.c_str(),
+                   static_cast<Py_ssize_t>(sizeof...(A)), count);
+      return nullptr;
+    }
+    try {
+      return run<launcher>(op, argument_list, {nb::handle(objects[I])...}, Launcher<R, A...>{launcher}, std::index_sequence<I...>{})
+          .release()
+          .ptr();
+    } catch (nb::python_error& error) {
+      error.restore();
+    } catch (const WrongValue& error) {
+      PyErr_SetString(PyExc_ValueError, error.what());
+    } catch (const WrongType& error) {
+      PyErr_SetString(PyExc_TypeError, error.what());
+    } catch (const std::exception& error) {
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+    return nullptr;
   };
-  module.def(name, call, nb::arg(argument_names[I]).none()...);
+  using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
+  static PyMethodDef method{name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(static_cast<FastCall>(call))),
+                            METH_FASTCALL, nullptr};
+  module.attr(name) = nb::steal(PyCFunction_NewEx(&method, nullptr, nullptr));
+  (void)typed, (void)each;
 }
 
+// def<ops::name>(module, "name", {argument names}): the one line an op.
 template <auto launcher, size_t N>
 void def(nb::module_& module, const char* name, const char* const (&argument_names)[N]) {
-  std::array<const char*, N> list;
-  for (size_t i = 0; i < N; ++i) list[i] = argument_names[i];
-  define<launcher>(module, name, list, launcher, std::make_index_sequence<N>{});
+  define<launcher>(module, name, argument_names, launcher, std::make_index_sequence<N>{});
 }
 
 }  // namespace prequal

@@ -22,14 +22,19 @@ int device_at(int index) {
 }
 
 // torch, and what of it is not public: handed over by prequal.registry
-void attach(nb::handle module, nb::handle dispatch_modes, nb::handle functorch_level, nb::object current_stream) {
+void attach(nb::handle module, nb::handle dispatch_modes, nb::object current_stream) {
   Torch& torch_side = torch();
   torch_side.module = module.inc_ref().ptr();
   torch_side.tensor_type = reinterpret_cast<PyTypeObject*>(nb::object(module.attr("Tensor")).release().ptr());
   torch_side.parameter_type =
       reinterpret_cast<PyTypeObject*>(nb::object(module.attr("nn").attr("Parameter")).release().ptr());
   torch_side.dispatch_modes = dispatch_modes.inc_ref().ptr();
-  torch_side.functorch_level = functorch_level.inc_ref().ptr();
+  const nb::object tensor_type = module.attr("Tensor");
+  torch_side.is_neg = nb::object(tensor_type.attr("is_neg")).release().ptr();
+  torch_side.requires_grad = nb::object(tensor_type.attr("requires_grad")).release().ptr();
+  torch_side.get_requires_grad =
+      reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(torch_side.requires_grad), Py_tp_descr_get));
+  if (!torch_side.get_requires_grad) throw nb::type_error("torch.Tensor.requires_grad: expected a descriptor");
   torch_side.grad_enabled = nb::object(module.attr("is_grad_enabled")).release().ptr();
   torch_side.current_stream = current_stream.release().ptr();
   torch_side.out_of_memory = nb::object(module.attr("OutOfMemoryError")).release().ptr();
@@ -82,10 +87,10 @@ NB_MODULE(_native, m) {
     for (int i = 0; i < state().count; ++i) all.append(state().ops[i].name);
     return all;
   });
-  m.def("attach", &attach, "torch"_a, "dispatch_modes"_a, "functorch_level"_a, "current_stream"_a.none());
+  m.def("attach", &attach, "torch"_a, "dispatch_modes"_a, "current_stream"_a.none());
   m.def("use_exchange_api", &use_exchange_api, "wanted"_a);
   m.def("why", [] { return std::string(why); });
-  m.def("admit", [] { admitted = true; });
+  m.def("admit", [](bool trial) { admission = trial ? Admission::trial : Admission::served; }, "trial"_a);
   m.def("set_gate", [](int op, int device, bool open) {
     auto& gate = op_at(op).gate[device_at(device)];
     if (gate.load() != Gate::failed) gate.store(open ? Gate::open : Gate::ask);

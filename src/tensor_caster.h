@@ -28,7 +28,9 @@ struct Torch {
   PyTypeObject* tensor_type = nullptr;
   PyTypeObject* parameter_type = nullptr;
   PyObject* dispatch_modes = nullptr;    // () -> int
-  PyObject* functorch_level = nullptr;   // () -> object or None
+  PyObject* is_neg = nullptr;            // Tensor.is_neg, unbound
+  PyObject* requires_grad = nullptr;     // Tensor.requires_grad, the descriptor
+  descrgetfunc get_requires_grad = nullptr;
   PyObject* grad_enabled = nullptr;      // () -> bool
   PyObject* current_stream = nullptr;    // (int) -> int, for torch < 2.10
   PyObject* out_of_memory = nullptr;     // exception type
@@ -43,8 +45,6 @@ inline Torch& torch() {
 
 // Interned attribute names: a lookup by an interned name is a pointer comparison.
 struct Names {
-  PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
-  PyObject* is_neg = PyUnicode_InternFromString("is_neg");
   PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
   PyObject* shape = PyUnicode_InternFromString("shape");
   PyObject* stride = PyUnicode_InternFromString("stride");
@@ -172,8 +172,22 @@ inline Tensor view_by_attributes(PyObject* object) {
   return to;
 }
 
+// Both through the descriptors that were looked up once: on the hot path a lookup costs as much as the question.
+inline bool requires_grad(PyObject* tensor) {
+  const Torch& state = torch();
+  PyObject* value = state.get_requires_grad(state.requires_grad, tensor, reinterpret_cast<PyObject*>(Py_TYPE(tensor)));
+  if (!value) throw nb::python_error();
+  return nb::steal(value).ptr() == Py_True;
+}
+
+inline bool is_negated(PyObject* tensor) {
+  PyObject* value = PyObject_Vectorcall(torch().is_neg, &tensor, 1, nullptr);
+  if (!value) throw nb::python_error();
+  return nb::steal(value).ptr() == Py_True;
+}
+
 // `admitted`: the call comes from torch.library, below autograd, functorch and the modes, or from the gate.
-inline Tensor tensor_from_python(nb::handle object, const char* argument, bool admitted, bool grad) {
+inline Tensor tensor_from_python(nb::handle object, const char* argument, bool admitted) {
   PyTypeObject* type = Py_TYPE(object.ptr());
   const bool exact = type == torch().tensor_type || type == torch().parameter_type;
   if (!exact) {
@@ -184,9 +198,10 @@ inline Tensor tensor_from_python(nb::handle object, const char* argument, bool a
     }
     if (!admitted) throw Detour{"subclass"};
   }
-  if (grad && !admitted && attribute(object.ptr(), names().requires_grad).ptr() == Py_True) throw Detour{"grad"};
+  // A tensor without requires_grad is the common case: the grad mode is only asked where it matters.
+  if (!admitted && requires_grad(object.ptr()) && invoke(torch().grad_enabled).ptr() == Py_True) throw Detour{"grad"};
   // The exchange hands out the bits of a pending negation (the imaginary part of a conjugate) without a word about it.
-  if (method(object.ptr(), names().is_neg).ptr() == Py_True) throw Refused{"negation"};
+  if (is_negated(object.ptr())) throw Refused{"negation"};
 
   Tensor view = torch().api ? view_by_exchange(object.ptr()) : view_by_attributes(object.ptr());
   if (!view.data && view.numel() != 0) throw Detour{"foreign"};  // a FakeTensor has a shape and no memory

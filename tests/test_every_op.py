@@ -295,12 +295,13 @@ def test_a_first_use_inside_a_capture_is_answered_by_the_reference(op, cuda, mon
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @every_op
 def test_a_call_without_host_synchronisation(op, cuda):
     args = quick(op, cuda).args
     public(op)(*args)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         public(op)(*args)
     finally:
         torch.cuda.set_sync_debug_mode("default")

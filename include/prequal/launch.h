@@ -20,6 +20,7 @@ inline std::vector<const void*>& kernels() {
 
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
+  cudaGetLastError();  // else the next library call that looks at the last error fails for this one's sake
   throw CudaFailure(std::string(what) + ": " + cudaGetErrorName(status) + ": " + cudaGetErrorString(status));
 }
 

@@ -36,8 +36,7 @@ def _load_native() -> tuple[Any, str | None]:
     except ImportError as error:
         return None, f"prequal._native could not be loaded: {error}"
     stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    modes = torch._C._len_torch_dispatch_stack
-    module.attach(torch, modes, torch._C._functorch.peek_interpreter_stack, stream)
+    module.attach(torch, torch._C._len_torch_dispatch_stack, stream)
     module.use_exchange_api(True)
     return module, None
 
@@ -59,11 +58,11 @@ def why() -> str:
     return "not_attached" if native is None else native.why()
 
 
-def admitted(name: str, args: Sequence[Any]) -> Any:
-    """Call the launcher past route and gate: the caller has seen to both."""
+def admitted(name: str, args: Sequence[Any], *, trial: bool = False) -> Any:
+    """Call the launcher past route and gate: the caller has seen to both. A trial is not counted as a call served."""
     if native is None:
         return NotImplemented
-    native.admit()
+    native.admit(trial)
     return getattr(native, name)(*args)
 
 

@@ -236,15 +236,18 @@ def knn_gather(queries: Tensor, references: Tensor, values: Tensor) -> Tensor:
     else:
         rows = values[nearest.clamp(min=0)]
     missing = (nearest < 0).view(-1, *(1 for _ in values.shape[1:]))
-    return torch.where(missing, _no_value(values.dtype), rows).contiguous()
+    return rows.masked_fill(missing, no_value(values.dtype)).contiguous()
 
 
-def _no_value(dtype):
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.tensor(complex(torch.nan, torch.nan) if dtype.is_complex else torch.nan, dtype=dtype)
+def no_value(dtype):
+    """What a row without a neighbour holds: no label looks like it."""
+    if dtype.is_complex:
+        return complex("nan+nanj")
+    if dtype.is_floating_point:
+        return float("nan")
     if dtype == torch.bool:
-        return torch.tensor(False)
-    return torch.tensor(-1 if dtype.is_signed else torch.iinfo(dtype).max, dtype=dtype)
+        return False
+    return -1 if dtype.is_signed else torch.iinfo(dtype).max
 
 
 @knn_gather.check
