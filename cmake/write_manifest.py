@@ -109,11 +109,11 @@ def main() -> None:
         }
         tag = re.search(r"\.cpython-(\d+)", args.abi_soabi)
         manifest["python_abi"] = f"cp{tag[1]}" if tag else "cp312-abi3"
-        manifest["archs"] = args.archs.split(";")
+        manifest["archs"] = args.archs.split(",")
         if args.cuobjdump:
             manifest["archs"], manifest["ptx"] = machine_code(args.cuobjdump, args.module)
             manifest["sass_source"] = "cuobjdump"
-            if not manifest["ptx"] and sorted(manifest["archs"]) != sorted(args.archs.split(";")):
+            if not manifest["ptx"] and sorted(manifest["archs"]) != sorted(args.archs.split(",")):
                 raise SystemExit(f"the module holds machine code for {manifest['archs']}, asked for {args.archs}")
 
     args.out.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")

@@ -183,7 +183,8 @@ nb::object run(OpState& op, const std::array<const char*, sizeof...(A)>& argumen
     const std::string text = op.name + " on cuda:" + std::to_string(device) + ": " + error.what();
     if (op.failure[device].empty()) op.failure[device] = text;
     op.gate[device].store(Gate::failed, std::memory_order_relaxed);
-    throw std::runtime_error(text + " (the op is closed on this device; the CUDA context may be unusable: restart the process)");
+    throw std::runtime_error(
+        text + " (the op is closed on this device; the CUDA context may be unusable: restart the process)");
   }
 }
 
@@ -203,7 +204,8 @@ void define(nb::module_& module, const char* name, const char* const* argument_n
       return nullptr;
     }
     try {
-      return run<launcher>(op, argument_list, {nb::handle(objects[I])...}, Launcher<R, A...>{launcher}, std::index_sequence<I...>{})
+      return run<launcher>(op, argument_list, {nb::handle(objects[I])...}, Launcher<R, A...>{launcher},
+                           std::index_sequence<I...>{})
           .release()
           .ptr();
     } catch (nb::python_error& error) {
@@ -218,8 +220,14 @@ void define(nb::module_& module, const char* name, const char* const* argument_n
     return nullptr;
   };
   using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
-  static PyMethodDef method{name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(static_cast<FastCall>(call))),
-                            METH_FASTCALL, nullptr};
+  static const std::string signature = [] {
+    std::string text = op.name + "($module";
+    for (const char* argument : argument_list) text += std::string(", ") + argument;
+    return text + ", /)\n--\n\nNotImplemented where another road answers: why() says why.";
+  }();
+  static PyMethodDef method{name,
+                            reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(static_cast<FastCall>(call))),
+                            METH_FASTCALL, signature.c_str()};
   module.attr(name) = nb::steal(PyCFunction_NewEx(&method, nullptr, nullptr));
   (void)typed, (void)each;
 }

@@ -91,14 +91,18 @@ NB_MODULE(_native, m) {
   m.def("use_exchange_api", &use_exchange_api, "wanted"_a);
   m.def("why", [] { return std::string(why); });
   m.def("admit", [](bool trial) { admission = trial ? Admission::trial : Admission::served; }, "trial"_a);
-  m.def("set_gate", [](int op, int device, bool open) {
-    auto& gate = op_at(op).gate[device_at(device)];
-    if (gate.load() != Gate::failed) gate.store(open ? Gate::open : Gate::ask);
-  }, "op"_a, "device"_a, "open"_a);
+  m.def(
+      "set_gate",
+      [](int op, int device, bool open) {
+        auto& gate = op_at(op).gate[device_at(device)];
+        if (gate.load() != Gate::failed) gate.store(open ? Gate::open : Gate::ask);
+      },
+      "op"_a, "device"_a, "open"_a);
   m.def("failure", [](int op, int device) { return op_at(op).failure[device_at(device)]; }, "op"_a, "device"_a);
   m.def("scoped_flags", [](int change) { return state().scoped_flags += change; }, "change"_a);
-  m.def("fast_calls", [](int op, int device) { return op_at(op).fast_calls[device_at(device)].load(); }, "op"_a,
-        "device"_a);
+  m.def(
+      "fast_calls", [](int op, int device) { return op_at(op).fast_calls[device_at(device)].load(); }, "op"_a,
+      "device"_a);
   m.def("preload", &preload, "device"_a);
   m.def("runtime_version", [] {
     int version = 0;

@@ -27,13 +27,13 @@ struct Torch {
   PyObject* module = nullptr;
   PyTypeObject* tensor_type = nullptr;
   PyTypeObject* parameter_type = nullptr;
-  PyObject* dispatch_modes = nullptr;    // () -> int
-  PyObject* is_neg = nullptr;            // Tensor.is_neg, unbound
-  PyObject* requires_grad = nullptr;     // Tensor.requires_grad, the descriptor
+  PyObject* dispatch_modes = nullptr;  // () -> int
+  PyObject* is_neg = nullptr;          // Tensor.is_neg, unbound
+  PyObject* requires_grad = nullptr;   // Tensor.requires_grad, the descriptor
   descrgetfunc get_requires_grad = nullptr;
-  PyObject* grad_enabled = nullptr;      // () -> bool
-  PyObject* current_stream = nullptr;    // (int) -> int, for torch < 2.10
-  PyObject* out_of_memory = nullptr;     // exception type
+  PyObject* grad_enabled = nullptr;    // () -> bool
+  PyObject* current_stream = nullptr;  // (int) -> int, for torch < 2.10
+  PyObject* out_of_memory = nullptr;   // exception type
   PyObject* dtypes[static_cast<int>(DType::other)] = {};
   const dlpack::ExchangeApi* api = nullptr;
 };

@@ -93,8 +93,8 @@ inline constexpr int max_levels = 10;  // 8^10 leaves of 8 points: more than 2^3
 
 struct Levels {
   int count = 0;
-  int nodes[max_levels] = {};       // on each level; level 0 are the leaves
-  int64_t first[max_levels] = {};   // of each level in one array
+  int nodes[max_levels] = {};      // on each level; level 0 are the leaves
+  int64_t first[max_levels] = {};  // of each level in one array
   int64_t total = 0;
 };
 

@@ -22,9 +22,7 @@ struct RowPlan {
 // follow the row. 128 to 512 threads with 2 to 4 accesses each keeps enough loads in flight for the copy rate.
 constexpr RowPlan row_plan(int64_t width, int vec) {
   const int64_t accesses = (width + vec - 1) / vec;
-  const auto items_for = [&](int64_t threads) {
-    return accesses <= threads ? 1 : accesses <= 2 * threads ? 2 : 4;
-  };
+  const auto items_for = [&](int64_t threads) { return accesses <= threads ? 1 : accesses <= 2 * threads ? 2 : 4; };
   if (accesses <= 32 * 4) return {RowKind::warp, items_for(32), 128, 4};
   if (accesses <= 1024 * 4) {
     // 2 accesses a thread until the block would pass 512 threads

@@ -4,10 +4,9 @@
 // Nothing here depends on the density of the cloud: the curve measures in points, and a box is as tight as its points.
 // Bytes: 12 (N + M) read, 12 N k written; about 46 M of workspace. No host read, so the launches can be captured.
 // Numerics: fp32, direct differences, each operation rounded once; two runs and the reference agree bit for bit.
+#include <algorithm>
 #include <cub/block/block_radix_sort.cuh>
 #include <cub/device/device_radix_sort.cuh>
-
-#include <algorithm>
 #include <tuple>
 
 #include "ops.h"
@@ -46,7 +45,8 @@ struct Tree {
 
 constexpr int build_threads = 1024;
 constexpr int small_items = 8;
-constexpr int64_t small_cloud = build_threads * small_items;  // one block sorts this many: one launch instead of a dozen
+constexpr int64_t small_cloud =
+    build_threads * small_items;  // one block sorts this many: one launch instead of a dozen
 
 // The sorted sample of each axis, by a bitonic network over all three at once: 55 barriers, against 96 of three radix
 // sorts, and no scratch. Points that are no neighbours sort behind all others.
@@ -162,7 +162,8 @@ __global__ void __launch_bounds__(build_threads) knots_of(Cloud references, floa
   for (int i = threadIdx.x; i < 3 * tree::knots; i += blockDim.x) sorted[i] = made[i];
 }
 
-__global__ void keys_of(Cloud references, const float* sorted /*[3, knots]*/, uint32_t* key /*[M]*/, int* index /*[M]*/) {
+__global__ void keys_of(Cloud references, const float* sorted /*[3, knots]*/, uint32_t* key /*[M]*/,
+                        int* index /*[M]*/) {
   __shared__ float knots[3 * tree::knots];
   for (int i = threadIdx.x; i < 3 * tree::knots; i += blockDim.x) knots[i] = sorted[i];
   __syncthreads();
@@ -456,7 +457,8 @@ Buffer knn_gather(const Context& context, const Tensor& queries /*[N, 3]*/, cons
 
   const Built built = build(context, among);
   const auto with_word = [&]<class Word>() {
-    launch<gather_kernel<Word>>(context, blocks_for(from.count, search_threads), search_threads, from, built.tree, rows);
+    launch<gather_kernel<Word>>(context, blocks_for(from.count, search_threads), search_threads, from, built.tree,
+                                rows);
   };
   const auto fits = [&](int64_t bytes) {
     return rows.row_bytes % bytes == 0 && rows.row_stride % bytes == 0 &&

@@ -1,0 +1,78 @@
+"""Every check is a session: `nox -s tests`, `nox -s demo`, `nox -s lint`, `nox -s wheel`. CI calls the same ones."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import sys
+
+import nox
+
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "venv"
+nox.options.sessions = ["lint", "tests"]
+ROOT = pathlib.Path(__file__).parent
+PROJECT = nox.project.load_toml("pyproject.toml")
+# A CPU build of torch is enough for every session here: TORCH=torch==2.9.1 picks another.
+TORCH = os.environ.get("TORCH", "torch==2.13.0" if sys.version_info[:2] == (3, 11) else "torch>=2.7")
+
+
+def group(name: str) -> list[str]:
+    return nox.project.dependency_groups(PROJECT, name)
+
+
+def build_wheel(session: nox.Session, folder: pathlib.Path, *, without_cuda: bool = False) -> pathlib.Path:
+    """`pip wheel .` with build isolation, as a user would: the compiler comes from PyPI unless CUDACXX says otherwise."""
+    shutil.rmtree(folder, ignore_errors=True)
+    env = {"PREQUAL_WITH_CUDA": "OFF"} if without_cuda else {}
+    session.run("python", "-m", "pip", "wheel", "--no-deps", "-w", str(folder), str(ROOT), env=env)
+    (wheel,) = folder.glob("prequal-*.whl")
+    return wheel
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Build the wheel for this Python, install it, run every CPU test against what was installed."""
+    session.install(TORCH)
+    session.install(*group("test"), "cmake>=3.29", "ninja")
+    wheel = build_wheel(session, pathlib.Path(session.create_tmp()) / "dist")
+    session.install(f"{wheel}[mesh,prometheus,otel]")
+    session.chdir(ROOT / "tests")  # away from the sources: what is tested is what was installed
+    session.run("python", "-m", "pytest", *session.posargs, env={"PREQUAL_TEST_WHEEL": str(wheel)})
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """The main job on a machine with nothing but Python: build, install, doctor, label a mesh, leave a picture."""
+    out = ROOT / "build" / "demo"
+    out.mkdir(parents=True, exist_ok=True)
+    session.install(TORCH)
+    wheel = build_wheel(session, pathlib.Path(session.create_tmp()) / "dist")
+    session.install(f"{wheel}[mesh]")
+    session.chdir(out)
+    session.run("python", "-m", "prequal", "doctor", success_codes=[0, 1])  # 1: the reference answers, as it must here
+    mesh = session.posargs or ["demo:knot"]
+    session.run("prequal", "transfer-labels", *mesh, "--out", "labelled.ply", "--view", "picture.png")
+    session.log(f"look at {out / 'picture.png'}")
+
+
+@nox.session
+def wheel(session: nox.Session) -> None:
+    """The wheel that is shipped: every architecture, Python 3.12 and later; then the packaging tests on it."""
+    session.install("pytest>=8", "pytest-timeout", "cmake>=3.29", "ninja", "nvidia-cuda-cuobjdump>=13.2,<14")
+    folder = ROOT / "dist"
+    found = build_wheel(session, folder)
+    session.run("python", "-m", "pytest", "-c", os.devnull, "--noconftest", "-q", "tests/packaging", env={"PREQUAL_TEST_WHEEL": str(found)})
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff, mypy (strict on runtime/), clang-format."""
+    session.install(TORCH)
+    session.install(*group("lint"), "numpy", "nvidia-ml-py")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy")
+    sources = [str(p) for folder in ("include", "src") for p in sorted((ROOT / folder).rglob("*")) if p.is_file()]
+    session.run("clang-format", "--dry-run", "--Werror", *sources)
