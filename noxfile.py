@@ -23,7 +23,7 @@ def group(name: str) -> list[str]:
 
 
 def build_wheel(session: nox.Session, folder: pathlib.Path, *, without_cuda: bool = False) -> pathlib.Path:
-    """`pip wheel .` with build isolation, as a user would: the compiler comes from PyPI unless CUDACXX says otherwise."""
+    """`pip wheel .` with build isolation, as a user would: nvcc comes from PyPI unless CUDACXX is set."""
     shutil.rmtree(folder, ignore_errors=True)
     env = {"PREQUAL_WITH_CUDA": "OFF"} if without_cuda else {}
     session.run("python", "-m", "pip", "wheel", "--no-deps", "-w", str(folder), str(ROOT), env=env)
@@ -63,7 +63,17 @@ def wheel(session: nox.Session) -> None:
     session.install("pytest>=8", "pytest-timeout", "cmake>=3.29", "ninja", "nvidia-cuda-cuobjdump>=13.2,<14")
     folder = ROOT / "dist"
     found = build_wheel(session, folder)
-    session.run("python", "-m", "pytest", "-c", os.devnull, "--noconftest", "-q", "tests/packaging", env={"PREQUAL_TEST_WHEEL": str(found)})
+    session.run(
+        "python",
+        "-m",
+        "pytest",
+        "-c",
+        os.devnull,
+        "--noconftest",
+        "-q",
+        "tests/packaging",
+        env={"PREQUAL_TEST_WHEEL": str(found)},
+    )
 
 
 @nox.session

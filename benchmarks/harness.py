@@ -2,8 +2,8 @@
 
 Device time: CUDA events around one call, 256 MB of L2 flush before each, 8 warm-ups, 100 runs, median and quartiles.
 Graph time: a captured graph of 20 calls, divided by 20: what a call costs where launches are not the bound; the empty
-replay of the same run is reported beside it. Wall time: one whole synchronised call, the empty synchronised launch beside
-it. Host time: interleaved short bursts without synchronisation (long ones measure the launch queue, not the call).
+replay of the same run is reported beside it. Wall time: one whole synchronised call, the empty synchronised launch
+beside it. Host time: interleaved short bursts without synchronisation (long ones measure the queue).
 """
 
 from __future__ import annotations

@@ -31,7 +31,9 @@ def compiled(function: Callable[..., object]) -> Callable[..., object]:
     return torch.compile(function, mode="max-autotune-no-cudagraphs")
 
 
-def measure(case: str, calls: dict[str, Callable[[], object]], moved: int | None = None, runs: int = harness.RUNS) -> dict[str, object]:
+def measure(
+    case: str, calls: dict[str, Callable[[], object]], moved: int | None = None, runs: int = harness.RUNS
+) -> dict[str, object]:
     print(f"  {case}", file=sys.stderr, flush=True)
     found: dict[str, object] = {"case": case, "bytes": moved, "by": {}}
     for name, call in calls.items():
@@ -47,7 +49,10 @@ def rms_norm_rows(quick: bool) -> Rows:
         shapes += [(262144, 128, torch.bfloat16), (4096, 16384, torch.bfloat16), (16384, 4095, torch.bfloat16)]
     for rows, width, dtype in shapes:
         x, weight = torch.randn(rows, width, device="cuda", dtype=dtype), torch.randn(width, device="cuda", dtype=dtype)
-        eager = lambda x=x, w=weight, n=width: F.rms_norm(x, (n,), w, 1e-6)
+
+        def eager(x=x, w=weight, n=width):
+            return F.rms_norm(x, (n,), w, 1e-6)
+
         fused = compiled(lambda x, w, n=width: F.rms_norm(x, (n,), w, 1e-6))
         agree(prequal.rms_norm, x, weight)
         calls = {
@@ -82,7 +87,11 @@ def clouds(data: pathlib.Path | None) -> Iterator[tuple[str, torch.Tensor, torch
 
     volume = torch.rand(n, 3, generator=generator)
     yield "volume", *jittered(volume)
-    yield "uniform, independent", torch.rand(n, 3, generator=generator).cuda(), torch.rand(m, 3, generator=generator).cuda()
+    yield (
+        "uniform, independent",
+        torch.rand(n, 3, generator=generator).cuda(),
+        torch.rand(m, 3, generator=generator).cuda(),
+    )
     yield "smooth sphere", *jittered(F.normalize(torch.randn(n, 3, generator=generator), dim=1))
     centres = torch.rand(20, 3, generator=generator)
     clustered = centres[torch.arange(n) % 20] + 1e-3 * torch.randn(n, 3, generator=generator)
@@ -130,7 +139,10 @@ PEERS = ("liger_kernel", "torch_cluster", "torchbvh", "torch_kdtree", "pytorch3d
 
 def import_ms() -> float:
     code = "import time, torch; t = time.perf_counter(); import prequal; print(1e3 * (time.perf_counter() - t))"
-    run = lambda: float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+    def run():
+        return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
     return round(min(run() for _ in range(5)), 1)
 
 

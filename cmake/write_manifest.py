@@ -31,7 +31,12 @@ def digest(files: list[pathlib.Path], root: pathlib.Path) -> str:
 
 def op_sources(source: pathlib.Path) -> dict[str, list[pathlib.Path]]:
     """For each basename, the files that decide what its fast path computes."""
-    shared = [*source.glob("include/prequal/*"), source / "src/ops.h", source / "src/tensor_caster.h", source / "src/module.cpp"]
+    shared = [
+        *source.glob("include/prequal/*"),
+        source / "src/ops.h",
+        source / "src/tensor_caster.h",
+        source / "src/module.cpp",
+    ]
     return {
         file.stem: [*shared, file, *source.glob(f"src/ops/{file.stem}.cu"), *source.glob(f"src/ops/{file.stem}_sm*.cu")]
         for file in sorted(source.glob("python/prequal/ops/[!_]*.py"))

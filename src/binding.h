@@ -221,9 +221,9 @@ void define(nb::module_& module, const char* name, const char* const* argument_n
   };
   using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
   static const std::string signature = [] {
-    std::string text = op.name + "($module";
-    for (const char* argument : argument_list) text += std::string(", ") + argument;
-    return text + ", /)\n--\n\nNotImplemented where another road answers: why() says why.";
+    std::string text = op.name + "(";
+    for (const char* argument : argument_list) text += std::string(argument) + ", ";
+    return text + "/)\n--\n\nNotImplemented where another road answers: why() says why.";
   }();
   static PyMethodDef method{name,
                             reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(static_cast<FastCall>(call))),

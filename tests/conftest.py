@@ -1,4 +1,4 @@
-"""Devices and isolation for every test. GPU tests carry the marker `gpu` and are skipped, with the reason, without one."""
+"""Devices and isolation for every test. GPU tests carry the marker `gpu`; without a GPU they are skipped, with why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def why_no_gpu() -> str | None:
     if refusal:
         return refusal
     verdict = prequal.explain("rms_norm", device="cuda")
-    return None if verdict.path == "fast" or verdict.reason == "not_qualified" else f"{verdict.reason}: {verdict.detail}"
+    return (
+        None if verdict.path == "fast" or verdict.reason == "not_qualified" else f"{verdict.reason}: {verdict.detail}"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

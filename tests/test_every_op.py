@@ -51,7 +51,7 @@ def differentiable(op: Op, device: torch.device) -> Iterator[tuple[tuple, list[i
         yield tuple(x.clone().requires_grad_() if i in places else x for i, x in enumerate(args)), places
 
 
-# ---- the answer ------------------------------------------------------------------------------------------------------
+# ---- the answer --------------------------------------------------------------------------------------------------
 
 
 @every_sample
@@ -114,7 +114,7 @@ def test_a_call_leaves_its_arguments_as_they_were(op, device):
     assert all(torch.equal(a, b) for a, b in zip(before, tensors(args), strict=True))
 
 
-# ---- the wrong call --------------------------------------------------------------------------------------------------
+# ---- the wrong call ----------------------------------------------------------------------------------------------
 
 
 @every_op
@@ -156,7 +156,7 @@ def test_sparse_and_meta_tensors_are_no_crash(op, device):
     assert all(x.device.type == "meta" for x in tensors(meta))
 
 
-# ---- torch.library -----------------------------------------------------------------------------------------------------
+# ---- torch.library -----------------------------------------------------------------------------------------------
 
 
 @every_op
@@ -240,7 +240,7 @@ def test_keyword_arguments_are_the_positional_ones(op, device):
         public(op)(*args, nonsense=1)
 
 
-# ---- the current stream, graphs, devices ---------------------------------------------------------------------------------
+# ---- the current stream, graphs, devices -------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -353,7 +353,7 @@ def test_a_pending_negation_is_refused_not_ignored(op, cuda):
     assert prequal.stats()[op.name][str(cuda)]["reference"] == {"unsupported_input:negation": 1}
 
 
-# ---- the house ---------------------------------------------------------------------------------------------------------
+# ---- the house ---------------------------------------------------------------------------------------------------
 
 
 @every_op

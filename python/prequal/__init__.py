@@ -1,12 +1,14 @@
 """prequal: hand-written CUDA kernels for PyTorch, prebuilt, and pre-qualified on the worker that runs them.
 
-Every op answers everywhere: through its kernel where the gate is open, through its PyTorch reference where not, counted,
-with a reason (`prequal.stats()`, `python -m prequal doctor`).
+Every op answers everywhere: through its kernel where the gate is open, through its PyTorch reference where not,
+counted, with a reason (`prequal.stats()`, `python -m prequal doctor`).
 """
 
 from typing import TYPE_CHECKING
 
-from .errors import FallbackError, LockError, UnknownOpError
+from .errors import FallbackError as FallbackError
+from .errors import LockError as LockError
+from .errors import UnknownOpError as UnknownOpError
 from .runtime import manifest as _manifest
 
 __version__ = _manifest.load().version or "0+unknown"

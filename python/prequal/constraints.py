@@ -6,6 +6,7 @@ read no environment. Messages name the argument, what was expected and what came
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,7 @@ def one_row_stride(argument: str) -> Need:
     def holds(args: Arguments) -> bool:
         x = args[argument]
         rows = [(n, s) for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n != 1]
-        return 0 in x.shape or all(s == n2 * s2 for (_, s), (n2, s2) in zip(rows, rows[1:], strict=False))
+        return 0 in x.shape or all(s == n2 * s2 for (_, s), (n2, s2) in itertools.pairwise(rows))
 
     return Need("rows", f"one stride over all rows of {argument}", holds)
 

@@ -12,7 +12,9 @@ class FallbackError(RuntimeError):
     def __init__(self, op: str, device: str, reason: str, detail: str = "") -> None:
         self.op, self.device, self.reason, self.detail = op, device, reason, detail
         tail = f" ({detail})" if detail else ""
-        super().__init__(f"{op} on {device}: the fast path does not serve: {reason}{tail}; strict mode allows no fallback")
+        super().__init__(
+            f"{op} on {device}: the fast path does not serve: {reason}{tail}; strict mode allows no fallback"
+        )
 
 
 class LockError(ValueError):

@@ -114,7 +114,7 @@ class Op:
         self.function = self._make_function()
         OPS[self.name] = self
 
-    # ---- declarations that follow the reference ------------------------------------------------------------------
+    # ---- declarations that follow the reference -------------------------------------------------------------------
 
     def check(self, function: Callable[..., None]) -> Callable[..., None]:
         self._checks = function
@@ -141,7 +141,7 @@ class Op:
     def wrong_calls(self, device: torch.device) -> list[BadCall]:
         return list(self._bad_calls(device))
 
-    # ---- torch.library -------------------------------------------------------------------------------------------
+    # ---- torch.library --------------------------------------------------------------------------------------------
 
     def _register(self) -> None:
         self.schema = torch.library.infer_schema(self.reference, mutates_args=())
@@ -224,12 +224,12 @@ class Op:
                 args[i] = primal
             return self.reference(*args, **ctx.named)
 
-        _, pull_back = torch.func.vjp(reference, *(values[i] for i in wanted))
+        pull_back = torch.func.vjp(reference, *(values[i] for i in wanted))[1]
         for i, grad in zip(wanted, pull_back(grads[0] if len(grads) == 1 else grads), strict=True):
             result[i] = grad
         return tuple(result)
 
-    # ---- the public function -------------------------------------------------------------------------------------
+    # ---- the public function --------------------------------------------------------------------------------------
 
     def _make_function(self) -> OpFunction:
         """A function with the reference's own signature: no *args to bind, nothing for torch.compile to guess."""
@@ -279,7 +279,7 @@ class Op:
             return self.answer(args)
         return self.fall_back(args, unsupported(why))
 
-    # ---- an answer -----------------------------------------------------------------------------------------------
+    # ---- an answer ------------------------------------------------------------------------------------------------
 
     def device_of(self, args: Sequence[Any]) -> torch.device:
         for value in args:
@@ -318,7 +318,7 @@ class Op:
         named = dict(zip(self.arguments, args, strict=True))
         return next((need for need in self.needs if not need.holds(named)), None)
 
-    # ---- qualification -------------------------------------------------------------------------------------------
+    # ---- qualification --------------------------------------------------------------------------------------------
 
     def compare_paths(self, sample: Sample) -> Mismatch | str | None:
         """Both paths on one sample: the worst breach of the contract, the need that refused it, or None."""
@@ -363,5 +363,3 @@ def find(name: str) -> Op:
     if name not in OPS:
         raise UnknownOpError("op", name, OPS)
     return OPS[name]
-
-

@@ -49,7 +49,9 @@ def native_function(name: str) -> Any:
     if native is None:
         return absent
     if name not in _ids:
-        raise ImportError(f"prequal._native has no launcher {name!r}: the module and the Python files are of two builds")
+        raise ImportError(
+            f"prequal._native has no launcher {name!r}: the module and the Python files are of two builds"
+        )
     return getattr(native, name)
 
 
@@ -126,13 +128,17 @@ def fingerprint() -> Fingerprint:
     return _fingerprint
 
 
+def _forget_verdicts() -> None:
+    gate.forget()
+
+
 telemetry = Telemetry(fast_calls)
 flags = Flags(
     known=lambda: native_ops.keys(),
-    changed=lambda: gate.forget(),
+    changed=_forget_verdicts,
     scoped=lambda change: native.scoped_flags(change) if native is not None else None,
 )
-gate = Gate(ThisHost(), flags.disabled)
+gate: Gate = Gate(ThisHost(), flags.disabled)
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> None:

@@ -54,7 +54,7 @@ def pointer(array: np.ndarray) -> int:
     return array.ctypes.data
 
 
-# ---- row plans -------------------------------------------------------------------------------------------------------
+# ---- row plans ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vec", [1, 4, 8])
@@ -82,7 +82,7 @@ def test_every_width_has_a_plan_that_covers_it(native, vec):
             assert accesses > 4 * 1024
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
+# ---- rows --------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=300, deadline=None)
@@ -108,7 +108,7 @@ def test_rows_reach_what_numpy_reaches_or_refuse(native, shape, data):
         assert firsts == [row * stride for row in range(count)]
 
 
-# ---- the kNN tree ------------------------------------------------------------------------------------------------------
+# ---- the kNN tree ------------------------------------------------------------------------------------------------
 
 wild = st.one_of(st.floats(width=32, allow_nan=False, allow_infinity=False), st.integers(-4, 4).map(float))
 point = st.tuples(wild, wild, wild)

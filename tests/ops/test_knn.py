@@ -139,7 +139,7 @@ def test_missing_neighbours_have_no_gradient(device):
     assert references.grad.tolist() == [[2.0, 2.0, 2.0]]
 
 
-# ---- knn_gather ------------------------------------------------------------------------------------------------------
+# ---- knn_gather --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (4,), (3, 5), (0,)])
@@ -172,7 +172,7 @@ def test_the_gradient_of_the_values_is_the_count_of_their_queries(device):
     assert values.grad.tolist() == [[n, n] for n in count.float().tolist()]
 
 
-# ---- real scans and large clouds on the GPU ------------------------------------------------------------------------------
+# ---- real scans and large clouds on the GPU ----------------------------------------------------------------------
 
 
 @pytest.mark.gpu

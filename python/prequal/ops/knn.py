@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from .. import constraints as c
-from ..contracts import Exact
-from ..registry import BadCall, Sample, op
+from prequal import constraints as c
+from prequal.contracts import Exact
+from prequal.registry import BadCall, Sample, op
 
 MAX_K = 32
 # The reference compares every query with every reference, this many pairs at a time (a pair takes about 20 bytes).
@@ -86,12 +86,12 @@ def gather_samples(device):
 def squared_distances(queries: Tensor, references: Tensor) -> Tensor:
     """[N, M]: ((dx² + dy²) + dz²) of direct differences, each operation rounded once, as the kernel does."""
     wide = torch.float64 if queries.dtype == torch.float64 else torch.float32
-    total = None
-    for axis in range(3):
+
+    def square(axis):
         difference = queries[:, axis, None].to(wide) - references[None, :, axis].to(wide)
-        square = difference * difference
-        total = square if total is None else total + square
-    return total
+        return difference * difference
+
+    return (square(0) + square(1)) + square(2)
 
 
 @op(samples=samples, contract=Exact(ties="the lower reference index"))
@@ -104,7 +104,7 @@ def knn(queries: Tensor, references: Tensor, k: int = 1) -> tuple[Tensor, Tensor
         k: neighbours a query, 1 to 32.
 
     Returns:
-        dist2: [N, k], **squared** distances (units²), nearest first; float32 for halves and float32, float64 for float64.
+        dist2: [N, k], **squared** distances (units²), nearest first; float32, or float64 for float64.
         idx: [N, k], int64, rows of references.
 
     Distances are direct differences, ``((dx² + dy²) + dz²)``, each operation rounded once, in float32 (float64 for
@@ -294,14 +294,18 @@ def _(device):
     yield BadCall((points, points, 1.5), TypeError, r"k: expected an int, got float")
     yield BadCall((points, points, True), TypeError, r"k: expected an int, got bool")
     if device.type == "cuda":
-        yield BadCall((points, points.cpu()), ValueError, r"references: expected a tensor on cuda:\d like queries, got cpu")
+        yield BadCall(
+            (points, points.cpu()), ValueError, r"references: expected a tensor on cuda:\d like queries, got cpu"
+        )
 
 
 @knn_gather.bad_calls
 def _(device):
     points = torch.ones(4, 3, device=device)
     yield BadCall((points, points, [1]), TypeError, r"values: expected a torch.Tensor, got list")
-    yield BadCall((points, points, points[:3]), ValueError, r"values: expected shape \[4, ...\], a row a reference, got")
+    yield BadCall(
+        (points, points, points[:3]), ValueError, r"values: expected shape \[4, ...\], a row a reference, got"
+    )
     yield BadCall((points[0], points, points), ValueError, r"queries: expected shape \[N, 3\], got \[3\]")
     if device.type == "cuda":
         yield BadCall((points, points, points.cpu()), ValueError, r"values: expected a tensor on cuda:\d like queries")

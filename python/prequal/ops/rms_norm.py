@@ -1,13 +1,11 @@
 """Root-mean-square normalisation over the last dimension."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
-from .. import constraints as c
-from ..contracts import Tolerance
-from ..registry import BadCall, Sample, op
+from prequal import constraints as c
+from prequal.contracts import Tolerance
+from prequal.registry import BadCall, Sample, op
 
 
 def samples(device):
@@ -38,7 +36,7 @@ def samples(device):
     yield Sample("float64", (x(3, 50).double(), None))
 
 
-# Both paths compute in fp32 and round once. Their fp32 values differ by the order of the sum (at most some 30 sequential
+# Both paths compute in fp32 and round once. Their fp32 values differ by the order of the sum (at most 30 sequential
 # additions and a tree of ten, halved by the square root: under 2e-6) and rsqrt's 2 ulp; that is the fp32 bound with a
 # factor of 4 in hand. In a half dtype two fp32 values that close round to the same or to neighbouring numbers: 1 ulp,
 # which relative to the value is 2^-7 for bf16 and 2^-10 for fp16; below the normals of fp16, 2^-24 absolute.
@@ -53,7 +51,7 @@ TOLERANCE = Tolerance(
 
 
 @op(samples=samples, contract=TOLERANCE)
-def rms_norm(x: Tensor, weight: Optional[Tensor] = None, eps: float = 1e-6) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """Root-mean-square normalisation: ``x * rsqrt(mean(x², last) + eps) * weight``.
 
     Args:
@@ -71,7 +69,7 @@ def rms_norm(x: Tensor, weight: Optional[Tensor] = None, eps: float = 1e-6) -> T
         TypeError: x is not a floating tensor.
         ValueError: x has no dimension; weight is not [H]; the tensors are on two devices.
 
-    Contract: Tolerance (see TOLERANCE in the source, with its arithmetic). NaN and infinity propagate as in the formula.
+    Contract: Tolerance (TOLERANCE in the source, with its arithmetic). NaN and infinity propagate as in the formula.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
     """
@@ -119,7 +117,9 @@ def _(device):
     yield BadCall((x.long(),), TypeError, r"x: expected a floating dtype, got int64")
     yield BadCall((x, x[0].long()), TypeError, r"weight: expected a floating dtype, got int64")
     yield BadCall((x[0, 0],), ValueError, r"x: expected at least one dimension, got a 0-dimensional tensor")
-    yield BadCall((x, x[0, :7]), ValueError, r"weight: expected shape \[8\] to match the last dimension of x, got \[7\]")
+    yield BadCall(
+        (x, x[0, :7]), ValueError, r"weight: expected shape \[8\] to match the last dimension of x, got \[7\]"
+    )
     yield BadCall((x, x), ValueError, r"weight: expected shape \[8\] .*, got \[2, 8\]")
     if device.type == "cuda":
         yield BadCall((x, x[0].cpu()), ValueError, r"weight: expected a tensor on cuda:\d like x, got cpu")

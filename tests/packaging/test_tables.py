@@ -1,0 +1,43 @@
+"""Tables in README and docs are made from the registry and the evidence; a stale one fails here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+import re
+
+import pytest
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def make_tables():
+    spec = importlib.util.spec_from_file_location("make_tables", REPOSITORY / "docs" / "make_tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_scorecard_in_the_readme_is_that_of_the_evidence(make_tables):
+    text = (REPOSITORY / "README.md").read_text()
+    assert make_tables.filled(text, {"scorecard": make_tables.scorecard()}) == text
+
+
+def test_evidence_names_its_gpu_sources_and_tests(make_tables):
+    for path in (REPOSITORY / "benchmarks" / "results").glob("*/*.json"):
+        record = json.loads(path.read_text())
+        assert re.fullmatch(r"[0-9a-f]{64}", record["source_digest"]), path.name
+        assert record["basename"] == path.stem
+        assert record["gpu"]
+        assert record["command"]
+        assert record["gpu_tests"] in ("passed", "failed", "not run")
+
+
+def test_evidence_of_other_sources_counts_as_stale(make_tables):
+    now = make_tables.digests()
+    for name, digest in now.items():
+        assert not make_tables.is_stale({"basename": name, "source_digest": digest}, now)
+        assert make_tables.is_stale({"basename": name, "source_digest": "0" * 64}, now)
+    assert make_tables.is_stale({"basename": "gone", "source_digest": "0" * 64}, now)
