@@ -36,7 +36,7 @@ def tests(session: nox.Session) -> None:
     """Build the wheel for this Python, install it, run every CPU test against what was installed."""
     session.install(TORCH)
     session.install(*group("test"), "cmake>=3.29", "ninja")
-    wheel = build_wheel(session, pathlib.Path(session.create_tmp()) / "dist")
+    wheel = build_wheel(session, pathlib.Path(session.create_tmp()).resolve() / "dist")
     session.install(f"{wheel}[mesh,prometheus,otel]")
     session.chdir(ROOT / "tests")  # away from the sources: what is tested is what was installed
     session.run("python", "-m", "pytest", *session.posargs, env={"PREQUAL_TEST_WHEEL": str(wheel)})
@@ -48,7 +48,7 @@ def demo(session: nox.Session) -> None:
     out = ROOT / "build" / "demo"
     out.mkdir(parents=True, exist_ok=True)
     session.install(TORCH)
-    wheel = build_wheel(session, pathlib.Path(session.create_tmp()) / "dist")
+    wheel = build_wheel(session, pathlib.Path(session.create_tmp()).resolve() / "dist")
     session.install(f"{wheel}[mesh]")
     session.chdir(out)
     session.run("python", "-m", "prequal", "doctor", success_codes=[0, 1])  # 1: the reference answers, as it must here

@@ -93,31 +93,43 @@ inline constexpr int max_levels = 10;  // 8^10 leaves of 8 points: more than 2^3
 
 struct Levels {
   int count = 0;
-  int nodes[max_levels] = {};      // on each level; level 0 are the leaves
+  int nodes[max_levels] = {};      // on each level, made up to whole groups of `fan`; level 0 are the leaves
   int64_t first[max_levels] = {};  // of each level in one array
   int64_t total = 0;
 };
 
+// A group under one node is always `fan` wide (the rest are boxes of nothing), so a look at it has no bounds to check.
 inline Levels levels_for(int64_t points) {
   Levels levels;
+  if (points == 0) return levels;
   int64_t nodes = (points + fan - 1) / fan;
   while (true) {
+    nodes = (nodes + fan - 1) / fan * fan;
     levels.nodes[levels.count] = static_cast<int>(nodes);
     levels.first[levels.count] = levels.total;
     levels.total += nodes;
     ++levels.count;
-    if (nodes <= fan) return levels;
-    nodes = (nodes + fan - 1) / fan;
+    if (nodes == fan) return levels;
+    nodes /= fan;
   }
 }
 
-// What waits on a traversal's stack at most: all nodes of the top, then fan - 1 on each further level.
-inline constexpr int max_stack = fan + (fan - 1) * (max_levels - 1);
+// What waits on a traversal's stack at most: all but one of each group on the way down.
+inline constexpr int max_stack = (fan - 1) * max_levels;
 
 // ---- the order of the points: 10 bits an axis, interleaved -----------------------------------------------------------
 
 inline constexpr int knots = 1024;  // sorted sample coordinates an axis
-inline constexpr uint32_t last_key = 1u << 30;
+inline constexpr int key_bits = 30;
+inline constexpr uint32_t last_key = (1u << key_bits) - 1;
+
+// How many leading bits of the key put this many points in order, in whole passes of a radix sort (8 bits): a cell holds a
+// leaf or less. More bits order points inside a leaf, which nobody asks for.
+constexpr int sorted_bits(int64_t points) {
+  int bits = 8;
+  while (bits < key_bits && (int64_t{1} << bits) < points) bits += 8;
+  return bits < key_bits ? bits : key_bits;
+}
 
 PREQUAL_HD uint32_t spread(uint32_t bits) {  // ...dcba -> ..d..c..b..a
   bits &= 0x3ff;

@@ -61,6 +61,8 @@ int levels(int64_t points, int* nodes /*[max_levels]*/, int64_t* total) {
   return found.count;
 }
 
+int sorted_bits(int64_t points) { return tree::sorted_bits(points); }
+
 // 0 and (rows, stride); 1: refused for the unit stride; 2: refused for the rows
 int rows(int rank, const int64_t* shape, const int64_t* stride, int64_t* out /*[2]*/) {
   Tensor x;

@@ -38,6 +38,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         ("rank_of", ctypes.c_uint32, [ctypes.c_float, ctypes.c_void_p]),
         ("key_of", ctypes.c_uint32, [ctypes.c_void_p] * 2),
         ("best", None, [ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 2]),
+        ("sorted_bits", ctypes.c_int, [ctypes.c_int64]),
         ("levels", ctypes.c_int, [ctypes.c_int64, *[ctypes.c_void_p] * 2]),
         ("rows", ctypes.c_int, [ctypes.c_int, *[ctypes.c_void_p] * 3]),
     ):
@@ -177,11 +178,22 @@ def test_a_key_interleaves_the_bits_of_three_ranks(native):
 
 
 @pytest.mark.parametrize("points", [0, 1, 7, 8, 9, 64, 65, 513, 8192, 10**6, 0x7FFFFFF0])
-def test_levels_shrink_by_the_fan_until_one_look_sees_the_top(native, points):
+def test_levels_are_whole_groups_that_shrink_by_the_fan_to_one(native, points):
     nodes, total = np.zeros(10, dtype=np.int32), np.zeros(1, dtype=np.int64)
     count = native.levels(points, pointer(nodes), pointer(total))
-    assert nodes[0] == -(-points // 8)
-    assert all(nodes[i + 1] == -(-int(nodes[i]) // 8) for i in range(count - 1))
-    assert nodes[count - 1] <= 8
+    assert count == (0 if points == 0 else max(1, count))
     assert total[0] == nodes[:count].astype(np.int64).sum()
-    assert nodes[0] < 2**28  # the traversal keeps a level in the four bits above
+    if points == 0:
+        return
+    assert 8 * int(nodes[0]) >= points > 8 * (int(nodes[0]) - 8)
+    assert all(n % 8 == 0 for n in nodes[:count].tolist())
+    for below, above in itertools.pairwise(nodes[:count].tolist()):
+        assert 8 * above >= below > 8 * (above - 8)
+    assert nodes[count - 1] == 8
+    assert nodes[0] <= 2**28  # the traversal keeps a level in the four bits above
+
+
+def test_enough_bits_are_sorted_for_a_cell_to_hold_a_leaf_or_less(native):
+    assert [native.sorted_bits(n) for n in (0, 1, 256, 257, 65536, 65537, 2**24, 2**24 + 1, 2**31)] == [
+        *(8, 8, 8, 16, 16, 24, 24, 30, 30)
+    ]
