@@ -36,10 +36,13 @@ def tests(session: nox.Session) -> None:
     """Build the wheel for this Python, install it, run every CPU test against what was installed."""
     session.install(TORCH)
     session.install(*group("test"), "cmake>=3.29", "ninja")
-    wheel = build_wheel(session, pathlib.Path(session.create_tmp()).resolve() / "dist")
+    folder = pathlib.Path(session.create_tmp()).resolve()
+    wheel = build_wheel(session, folder / "dist")
+    plain = build_wheel(session, folder / "dist-cpu", without_cuda=True)
     session.install(f"{wheel}[mesh,prometheus,otel]")
     session.chdir(ROOT / "tests")  # away from the sources: what is tested is what was installed
-    session.run("python", "-m", "pytest", *session.posargs, env={"PREQUAL_TEST_WHEEL": str(wheel)})
+    env = {"PREQUAL_TEST_WHEEL": str(wheel), "PREQUAL_TEST_CPU_WHEEL": str(plain)}
+    session.run("python", "-m", "pytest", *session.posargs, env=env)
 
 
 @nox.session

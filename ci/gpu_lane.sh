@@ -31,11 +31,11 @@ failed=()
 
 echo "== install"
 if [ -n "$wheel" ]; then
-  "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$wheel" || exit 1
+  "$python" -m pip install -q --no-index --no-deps --target "$site" "$wheel" || exit 1
 else
   CUDACXX=${CUDACXX:-$(command -v nvcc)} || { echo "gpu_lane.sh: no nvcc: set CUDACXX or give --wheel" >&2; exit 2; }
   export CUDACXX PREQUAL_CUDA_ARCHS=${archs:-90}
-  "$python" -m pip install -q --no-index --no-deps --no-build-isolation --no-compile --target "$site" \
+  "$python" -m pip install -q --no-index --no-deps --no-build-isolation --target "$site" \
     ${ptx:+-C cmake.define.PREQUAL_TEST_PTX=$ptx} . || exit 1
 fi
 export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PREQUAL_GPU_LANE=1

@@ -22,7 +22,7 @@ function(prequal_cuda_from_wheel)
   endif()
 
   execute_process(
-    COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/find_cuda_wheel.py"
+    COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/find_cuda_wheel.py" nvcc
     OUTPUT_VARIABLE root OUTPUT_STRIP_TRAILING_WHITESPACE
     RESULT_VARIABLE failed)
   if(failed OR NOT root)
@@ -39,5 +39,12 @@ function(prequal_cuda_from_wheel)
     list(GET shared_cudart 0 shared_cudart)
     set(CUDA_CUDART "${shared_cudart}" CACHE FILEPATH "shared cudart, only so that find_package succeeds")
   endif()
-  set(PREQUAL_CUOBJDUMP "${root}/bin/cuobjdump" CACHE FILEPATH "reads the finished module")
+endfunction()
+
+# cuobjdump, to read the finished module: from PyPI's packages, else where the toolkit or PATH has one.
+function(prequal_find_cuobjdump)
+  execute_process(
+    COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/find_cuda_wheel.py" cuobjdump
+    OUTPUT_VARIABLE root OUTPUT_STRIP_TRAILING_WHITESPACE)
+  find_program(PREQUAL_CUOBJDUMP cuobjdump HINTS "${root}/bin" "${CUDAToolkit_BIN_DIR}")
 endfunction()

@@ -1,7 +1,8 @@
-"""Print the folder that NVIDIA's PyPI packages installed the CUDA toolkit into (the newest major), or nothing."""
+"""Print the folder of NVIDIA's PyPI packages that has this program in its bin (the newest CUDA major), or nothing."""
 
 import importlib.util
 import pathlib
+import sys
 
 spec = importlib.util.find_spec("nvidia")
 roots = [
@@ -10,6 +11,6 @@ roots = [
     for root in pathlib.Path(base).glob("cu[0-9]*")
 ]
 for root in sorted(roots, key=lambda root: int(root.name[2:]), reverse=True):
-    if (root / "bin" / "nvcc").is_file():
+    if (root / "bin" / sys.argv[1]).is_file():
         print(root.as_posix())
         break
