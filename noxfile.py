@@ -81,7 +81,7 @@ def wheel(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, mypy (strict on runtime/), clang-format."""
+    """ruff, mypy (strict on runtime/), clang-format; workflows by actionlint and zizmor; the build matrix."""
     session.install(TORCH)
     session.install(*group("lint"), "numpy", "nvidia-ml-py")
     session.run("ruff", "check", ".")
@@ -89,3 +89,7 @@ def lint(session: nox.Session) -> None:
     session.run("mypy")
     sources = [str(p) for folder in ("include", "src") for p in sorted((ROOT / folder).rglob("*")) if p.is_file()]
     session.run("clang-format", "--dry-run", "--Werror", *sources)
+    session.run("python", "ci/matrix.py", "check")
+    session.run("python", "ci/matrix.py", "docs", "--check")
+    # actionlint and zizmor, and that either finds what it is there for
+    session.run(*"python -m pytest -q --noconftest -c".split(), os.devnull, "tests/packaging/test_workflows.py")

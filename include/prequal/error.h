@@ -5,7 +5,7 @@
 #include <string>
 
 #if defined(__CUDACC__) || defined(__cplusplus)
-static_assert(__cplusplus >= 202002L, "prequal needs C++20 to be really on");
+static_assert(__cplusplus > 201703L, "prequal needs C++20 to be really on");  // gcc 10 calls its C++20 201709L
 #endif
 
 namespace prequal {

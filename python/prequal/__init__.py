@@ -4,6 +4,7 @@ Every op answers everywhere: through its kernel where the gate is open, through 
 counted, with a reason (`prequal.stats()`, `python -m prequal doctor`).
 """
 
+import importlib
 from typing import TYPE_CHECKING
 
 from .errors import FallbackError as FallbackError
@@ -12,6 +13,16 @@ from .errors import UnknownOpError as UnknownOpError
 from .runtime import manifest as _manifest
 
 __version__ = _manifest.load().version or "0+unknown"
+
+# What a worker does not need at import costs it nothing there: these come when asked for.
+_LATER = {"LockStatus": "lock", "Report": "qualify", "TensorSpec": "qualify", "metrics": "metrics"}
+_cause = None
+
+if TYPE_CHECKING:
+    from .runtime import metrics as metrics
+    from .runtime.lock import LockStatus as LockStatus
+    from .runtime.qualify import Report as Report
+    from .runtime.qualify import TensorSpec as TensorSpec
 
 try:
     from .api import *
@@ -22,8 +33,12 @@ except ImportError as _error:
         raise
     _cause = _error
 
-    def __getattr__(name):
-        if name.startswith("__"):
-            raise AttributeError(name)
+
+def __getattr__(name):
+    if _cause is not None and not name.startswith("__"):
         text = f"prequal could not start ({_cause}); `python -m prequal doctor` says more"
         raise ImportError(text) from _cause
+    if name not in _LATER:
+        raise AttributeError(f"module 'prequal' has no attribute {name!r}")
+    module = importlib.import_module(f"prequal.runtime.{_LATER[name]}")
+    return module if name == _LATER[name] else getattr(module, name)

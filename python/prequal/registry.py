@@ -19,7 +19,7 @@ from . import runtime_state as state
 from .constraints import Need
 from .contracts import Contract, Mismatch
 from .errors import FallbackError
-from .runtime.reasons import unsupported
+from .runtime.reasons import Reason, unsupported
 
 NAMESPACE = "prequal"
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -240,6 +240,7 @@ class Op:
             "packet": self.packet,
             "native": state.absent,
             "elsewhere": self._elsewhere,
+            "failed": self._failed,
         }
         keyword_only = False
         for name, parameter in self.signature.parameters.items():
@@ -255,7 +256,11 @@ class Op:
             f"def {self.name}({', '.join(declared)}):\n"
             f"    if is_tracing():\n"
             f"        return packet({', '.join(passed)})\n"
-            f"    out = native({', '.join(in_order)})\n"
+            f"    try:\n"
+            f"        out = native({', '.join(in_order)})\n"
+            f"    except RuntimeError:\n"
+            f"        failed({', '.join(in_order)})\n"
+            f"        raise\n"
             f"    if out is NotImplemented:\n"
             f"        return elsewhere({', '.join(in_order)})\n"
             f"    return out\n"
@@ -293,10 +298,21 @@ class Op:
         verdict = state.gate.verdict(self, device.index if device.type == "cuda" else None)
         if verdict.path == "reference":
             return self.fall_back(args, verdict.reason or "", verdict.detail)
-        out = state.admitted(self.name, args)
+        try:
+            out = state.admitted(self.name, args)
+        except RuntimeError:
+            self._failed(*args)
+            raise
         if out is NotImplemented:
             return self.fall_back(args, unsupported(state.why()))
         return out
+
+    def _failed(self, *args: Any) -> None:
+        """A native call raised. Where it was CUDA that failed, the op is closed on that device by now: count it."""
+        device = self.device_of(args)
+        text = state.gate.host.failure(self.name, device.index) if device.type == "cuda" else None
+        if text:
+            state.telemetry.failed(self.name, str(device), Reason.RUNTIME_ERROR, f"{text}; restart the process")
 
     def fall_back(self, args: Sequence[Any], reason: str, detail: str = "") -> Any:
         self.validate(args)  # a wrong call is an error, not a fallback
@@ -330,14 +346,13 @@ class Op:
 
     def quick_case(self, device: int) -> str | None:
         """The first sample on both paths, on a side stream; the comparator's sentence, or None."""
-        target = torch.device("cuda", device)
-        with torch.no_grad(), torch.cuda.device(target):
-            stream = torch.cuda.Stream(target)
-            stream.wait_stream(torch.cuda.current_stream(target))
-            with torch.cuda.stream(stream):
-                sample = next(iter(self.samples(target)))
-                found = self.compare_paths(sample)
-                stream.synchronize()
+        from .runtime.qualify import TorchRunner
+
+        runner = TorchRunner(state.preload)
+        with runner.scope(device):
+            sample = next(iter(self.samples(runner.target(device))))
+            found = self.compare_paths(sample)
+            runner.finish(device)
         return None if found is None else f"{sample.name}: {found}"
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .runtime import manifest as build_manifest
-from .runtime.fingerprint import Fingerprint, collect
 from .runtime.flags import Flags
 from .runtime.gate import Gate
 from .runtime.manifest import Manifest
@@ -18,6 +17,7 @@ from .runtime.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from .registry import Op
+    from .runtime.fingerprint import Fingerprint
 
 native_ops: dict[str, Op] = {}
 
@@ -66,6 +66,11 @@ def admitted(name: str, args: Sequence[Any], *, trial: bool = False) -> Any:
         return NotImplemented
     native.admit(trial)
     return getattr(native, name)(*args)
+
+
+def preload(device: int) -> int:
+    """Load every kernel on this device; how many there are."""
+    return int(native.preload(device)) if native is not None else 0
 
 
 def fast_calls() -> Mapping[tuple[str, str], int]:
@@ -124,6 +129,8 @@ def fingerprint() -> Fingerprint:
     """Stage A of this process, made when first asked for: no CUDA call."""
     global _fingerprint
     if _fingerprint is None:
+        from .runtime.fingerprint import collect
+
         _fingerprint = collect()
     return _fingerprint
 
@@ -138,7 +145,13 @@ flags = Flags(
     changed=_forget_verdicts,
     scoped=lambda change: native.scoped_flags(change) if native is not None else None,
 )
-gate: Gate = Gate(ThisHost(), flags.disabled)
+def _device_key(device: int) -> Fingerprint:
+    from .runtime.lock import this_worker
+
+    return this_worker(device)
+
+
+gate: Gate = Gate(ThisHost(), flags.disabled, key=_device_key)
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 # name -> (module below prequal.cli, one line). Imported when chosen: doctor must start where torch cannot.
 COMMANDS = {
     "doctor": ("doctor", "what this worker is, and for each op which path serves and why"),
+    "qualify": ("qualify", "run both paths of every op on this worker, compare them, and write a lock"),
+    "lock": ("lock", "explain a qualification lock"),
     "transfer-labels": ("transfer_labels", "label a mesh from a few thousand of its points"),
 }
 

@@ -107,6 +107,7 @@ def gather(
     loaded: Sequence[LoadedLibrary] | None = None,
     installed: Sequence[InstalledLibrary] | None = None,
     rows: Callable[[], Sequence[Mapping[str, Any]]] | None = None,
+    lock: Callable[[], Mapping[str, Any] | None] | None = None,
 ) -> dict[str, Any]:
     """The whole report as plain data. What is not given is read from this machine."""
     torch_info = read_torch() if torch_info is None else torch_info  # first: it loads the libraries looked at below
@@ -115,6 +116,7 @@ def gather(
     installed = installed_libraries() if installed is None else installed
     native = native_module(installed=installed) if native is None else native
     shown_rows, rows_problem = _rows(_gate_rows if rows is None else rows)
+    shown_lock = _lock(_gate_lock if lock is None else lock)
     loaded = loaded_libraries.loaded() if loaded is None else loaded
     verification = verify() if verify_files else None
 
@@ -153,6 +155,7 @@ def gather(
         },
         "rows": shown_rows,
         "rows_problem": rows_problem,
+        "lock": shown_lock,
         "verify": asdict(verification) if verification else None,
         "fingerprint": fingerprint.data,
         "fingerprint_sha256": fingerprint.sha256,
@@ -457,6 +460,20 @@ def _gate_rows() -> Sequence[Mapping[str, Any]]:
     return rows
 
 
+def _gate_lock() -> Mapping[str, Any] | None:
+    found: Mapping[str, Any] | None = importlib.import_module("prequal.runtime.lock").summary()
+    return found
+
+
+def _lock(read: Callable[[], Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    try:
+        found = read()
+    except Exception as error:  # as with the rows, which say the same; of interest where a lock was asked for
+        path = os.environ.get("PREQUAL_LOCK")
+        return {"path": path, "problem": f"{type(error).__name__}: {error}", "devices": {}} if path else None
+    return None if found is None else dict(found)
+
+
 def _rows(read: Callable[[], Sequence[Mapping[str, Any]]]) -> tuple[list[dict[str, Any]], str | None]:
     try:
         return [dict(row) for row in read()], None
@@ -496,12 +513,25 @@ def render(report: Mapping[str, Any]) -> str:
     else:
         lines += _wrapped([report["rows_problem"] or "none is registered"])
 
+    if report["lock"] is not None:
+        lines += ["", "Lock", *_wrapped(_about_lock(report["lock"]))]
+
     if report["verify"] is not None:
         lines += ["", "Installed files", *_wrapped([report["verify"]["note"]])]
         lines += _wrapped(report["verify"]["problems"])
         lines += _wrapped(f"{name}: not in RECORD" for name in report["verify"]["unlisted"])
     lines += ["", *textwrap.wrap(report["verdict"], WIDTH), f"fingerprint {report['fingerprint_sha256']}"]
     return "\n".join(lines)
+
+
+def _about_lock(lock: Mapping[str, Any]) -> list[str]:
+    if lock["problem"] is not None:
+        return [lock["problem"]]
+    devices = lock["devices"].items()
+    good = ", ".join(device for device, problem in devices if problem is None)
+    lines = [f"{lock['path']}: valid on {good}"] if good else []
+    lines += [f"{device}: {problem}" for device, problem in devices if problem is not None]
+    return lines or [f"{lock['path']}: read, and there is no device here to compare it with"]
 
 
 def _cell(value: Any) -> str:

@@ -7,18 +7,27 @@ other half is qualification: evidence carried in the wheel, the op's quick case 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from .manifest import Manifest
 from .reasons import Reason, unsupported
 
+if TYPE_CHECKING:
+    from .fingerprint import Change, Fingerprint
+
+logger = logging.getLogger("prequal")
+
 Policy = Literal["auto", "strict", "trust"]
 POLICIES = ("auto", "strict", "trust")
+
+# GPUs of one chip with their CPU (Jetson and Drive): code for their majors' other GPUs is not promised to run on them.
+INTEGRATED = frozenset({(5, 3), (6, 2), (7, 2), (8, 7), (10, 1), (11, 0)})
 
 
 class Host(Protocol):
@@ -35,7 +44,7 @@ class Host(Protocol):
         ...
 
     def driver(self) -> str | None:
-        """"580.65.06", or None where nobody says."""
+        """Such as 580.65.06; None where nobody says."""
         ...
 
     def devices(self) -> list[int]: ...
@@ -67,6 +76,21 @@ class GatedOp(Protocol):
         ...
 
 
+class LockFile(Protocol):
+    """What the gate needs of a qualification lock; `lock.Lock` is the real one."""
+
+    @property
+    def path(self) -> str: ...
+
+    def moved(self, now: Fingerprint) -> list[Change]:
+        """What differs between the lock's workers and this device's key: empty where the lock is valid for it."""
+        ...
+
+    def qualification(self, op: GatedOp, manifest: Manifest, now: Fingerprint) -> Qualification | str:
+        """What the lock, valid for this device, says of an op; in words why it says nothing."""
+        ...
+
+
 @dataclass(frozen=True)
 class Qualification:
     """That, when and by what an op was found right on a device; with a `problem`, that it was not."""
@@ -78,7 +102,7 @@ class Qualification:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`path` is "fast" or "reference"; `reason` and `detail` say why not fast; `variant` is the machine code that serves."""
+    """`path` is "fast" or "reference"; `reason` and `detail` say why not fast; `variant` is the code that serves."""
 
     op: str
     device: str
@@ -98,7 +122,9 @@ def arch_number(arch: str) -> int:
 
 
 def variant_for(manifest: Manifest, capability: tuple[int, int], environ: Mapping[str, str] = os.environ) -> str | None:
-    """The architecture whose code runs on this capability: same major, the highest minor not above it. None: none built.
+    """The architecture whose code runs on this capability: same major, highest minor not above it. None: none built.
+
+    Code for "90a" runs on 9.0 alone; code for "100f" on its family, the later minors of its major too.
 
     A test build that carries PTX runs the variant that PREQUAL_FORCE_ARCH names; no released wheel carries PTX.
     """
@@ -106,13 +132,14 @@ def variant_for(manifest: Manifest, capability: tuple[int, int], environ: Mappin
     if forced and forced in manifest.ptx:
         return forced
     major, minor = capability
-    fitting = [
-        arch
-        for arch in manifest.archs
-        if arch_number(arch) // 10 == major
-        and (arch_number(arch) % 10 <= minor if arch.isdigit() else arch_number(arch) % 10 == minor)
-    ]
-    return max(fitting, key=arch_number, default=None)
+
+    def runs(arch: str) -> bool:
+        built_major, built_minor = divmod(arch_number(arch), 10)
+        if arch.endswith("a") or capability in INTEGRATED:
+            return (built_major, built_minor) == capability
+        return built_major == major and built_minor <= minor and (built_major, built_minor) not in INTEGRATED
+
+    return max(filter(runs, manifest.archs), key=arch_number, default=None)
 
 
 def driver_refusal(manifest: Manifest, driver: str | None) -> str | None:
@@ -123,13 +150,14 @@ def driver_refusal(manifest: Manifest, driver: str | None) -> str | None:
         have, want = (tuple(int(part) for part in text.split(".")) for text in (driver, manifest.cuda.minimum_driver))
     except ValueError:
         return None
-    if have >= want:
+    length = max(len(have), len(want))  # 580 is 580.0
+    if have + (0,) * (length - len(have)) >= want + (0,) * (length - len(want)):
         return None
     return f"driver {driver}; CUDA {manifest.cuda.toolkit} needs {manifest.cuda.minimum_driver} or newer"
 
 
 def static_refusal(host: Host, device: int | None) -> tuple[Reason, str] | None:
-    """The first reason, in a fixed order, that no flag and no qualification can change. `device` None: no CUDA tensor."""
+    """The first reason, in a fixed order, that no flag or qualification can change. `device` None: no CUDA tensor."""
     if problem := host.native_problem():
         return Reason.NO_NATIVE_MODULE, problem
     if problem := host.cuda_problem():
@@ -153,6 +181,7 @@ class Gate:
         host: Host,
         disabled: Callable[[str], str | None] = lambda op: None,
         policy: Policy = "auto",
+        key: Callable[[int], Fingerprint] | None = None,
     ) -> None:
         self.host = host
         self._disabled = disabled
@@ -160,8 +189,16 @@ class Gate:
         self._lock = threading.RLock()
         self._static: dict[int | None, tuple[Reason, str] | None] = {}
         self._qualified: dict[tuple[str, int], Qualification] = {}
+        self._recorded: set[tuple[str, int]] = set()  # by an explicit qualification, which no lock overrules
+        self._by_lock: set[tuple[str, int]] = set()
         self._opened: set[tuple[str, int]] = set()
+        # The whole lock is bad. A lock that is bad for one device only is told by `lock_problem_on`.
         self.lock_problem: str | None = None
+        self.lock: LockFile | None = None
+        self._lock_on: dict[int, str | None] = {}
+        self.read_key = key  # what a device's qualifications rest on, read from the machine
+        self._keys: dict[int, Fingerprint] = {}
+        self._moved: dict[int, str] = {}
 
     @property
     def policy(self) -> Policy:
@@ -170,7 +207,14 @@ class Gate:
     def set_policy(self, policy: str) -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy (PREQUAL_POLICY): expected {', '.join(POLICIES)}, got {policy!r}")
-        self._policy = policy
+        with self._lock:
+            self._policy = cast(Policy, policy)
+            # What the old policy let through by itself must pass the new one. What was found wrong stays found wrong.
+            self._qualified = {
+                pair: found
+                for pair, found in self._qualified.items()
+                if pair in self._recorded or found.problem is not None
+            }
         self.forget()
 
     def forget(self) -> None:
@@ -182,16 +226,99 @@ class Gate:
             self._static.clear()
 
     def record(self, op: str, device: int, qualification: Qualification) -> None:
+        """Take over the outcome of an explicit qualification: it holds until the fingerprint moves."""
         with self._lock:
             self._qualified[op, device] = qualification
+            self._recorded.add((op, device))
+            self._by_lock.discard((op, device))
             self.host.open(op, device, False)
             self._opened.discard((op, device))
 
     def unqualify(self) -> None:
-        """Forget every qualification: the next call stands where a new process does."""
+        """Forget every qualification: the next call stands where a new process does. A lock stays loaded."""
         with self._lock:
             self._qualified.clear()
+            self._recorded.clear()
+            self._by_lock.clear()
+            self._moved.clear()
+            self._keys.clear()
+            self._lock_on.clear()
         self.forget()
+
+    # ---- the fingerprint under which something was qualified, and the lock -----------------------------------------
+
+    def use_lock(self, lock: LockFile | None, problem: str | None = None) -> None:
+        """From now on rest on this lock, or on none. A `problem` closes what is not qualified explicitly."""
+        with self._lock:
+            self.lock, self.lock_problem = lock, problem
+            self._lock_on.clear()
+            # A quick case that failed here outweighs what a lock may say.
+            self._qualified = {
+                pair: found
+                for pair, found in self._qualified.items()
+                if pair in self._recorded or (found.problem is not None and pair not in self._by_lock)
+            }
+            self._by_lock.clear()
+        self.forget()
+
+    def key(self, device: int) -> Fingerprint | None:
+        """What this device's qualifications rest on, as it was when first asked for; None where nobody can say."""
+        with self._lock:
+            if device not in self._keys and self.read_key is not None:
+                self._keys[device] = self.read_key(device)
+            return self._keys.get(device)
+
+    def look_again(self, device: int) -> list[Change]:
+        """Read the key anew. Where it moved, what was qualified under the old one is qualified no more.
+
+        Numeric flags of torch can change at any time, and no call pays for watching them: this is called where
+        somebody asks, by `qualify`, `load_lock` and `doctor`.
+        """
+        with self._lock:
+            before, now = self._keys.get(device), self.read_key(device) if self.read_key is not None else None
+            if now is not None:
+                self._keys[device] = now
+            moved = before.diff(now) if before is not None and now is not None else []
+            if moved:
+                self._lock_on.pop(device, None)
+                self._moved[device] = moved_text(moved)
+                # What was found wrong here stays wrong until somebody qualifies it anew.
+                for pair, found in list(self._qualified.items()):
+                    if pair[1] == device and (found.problem is None or pair in self._by_lock):
+                        del self._qualified[pair]
+                        self._recorded.discard(pair)
+                        self._by_lock.discard(pair)
+        if moved:
+            self.forget()
+        return moved
+
+    def look_again_where_used(self) -> dict[int, list[Change]]:
+        """`look_again` on every device on which anything rests: on the others there is nothing to lose."""
+        with self._lock:
+            devices = sorted(self._keys)
+        return {device: moved for device in devices if (moved := self.look_again(device))}
+
+    def lock_problem_on(self, device: int) -> str | None:
+        """In words, why the lock cannot be believed on this device; None where it can, or where there is none."""
+        with self._lock:
+            if self.lock_problem is not None or self.lock is None:
+                return self.lock_problem
+            if device not in self._lock_on:
+                problem = self._compare_lock(self.lock, device)
+                if problem is not None and problem not in self._lock_on.values():
+                    logger.error("%s; until prequal.qualify() the reference answers", problem)
+                self._lock_on[device] = problem
+            return self._lock_on[device]
+
+    def _compare_lock(self, lock: LockFile, device: int) -> str | None:
+        try:
+            now = self.key(device)
+        except Exception as error:  # whatever CUDA says here: a lock that cannot be checked is not believed
+            return f"lock {lock.path} cannot be checked: {type(error).__name__}: {error}"
+        if now is None:
+            return f"lock {lock.path} cannot be checked: no fingerprint of this device"
+        moved = lock.moved(now)
+        return f"lock {lock.path} is not valid here: {moved_text(moved)}" if moved else None
 
     def qualification(self, op: str, device: int) -> Qualification | None:
         return self._qualified.get((op, device))
@@ -232,15 +359,24 @@ class Gate:
         known = self._qualified.get((op.name, device))
         if known is not None:
             return known
+        note = f"; the fingerprint moved in this process: {self._moved[device]}" if device in self._moved else ""
+        if problem := self.lock_problem_on(device):
+            return f"closed: {problem}"
+        if self.lock is not None:
+            key = self.key(device)
+            assert key is not None  # lock_problem_on has seen to it
+            said = self.lock.qualification(op, self.host.manifest, key)
+            if isinstance(said, Qualification):
+                self._qualified[op.name, device] = said
+                self._by_lock.add((op.name, device))
+                return said
+            note = f"; {said}{note}"
+        if op.contract.kind == "bitwise":
+            return f"a bitwise path serves only after prequal.qualify() or with a valid lock{note}"
         if self._policy == "trust":
             return Qualification("policy trust", now())
-        lock = f"; {self.lock_problem}" if self.lock_problem else ""
-        if op.contract.kind == "bitwise":
-            return f"a bitwise path serves only after prequal.qualify() or with a valid lock{lock}"
         if self._policy == "strict":
-            return f"policy strict: qualify explicitly or load a valid lock{lock}"
-        if self.lock_problem:
-            return f"closed: {self.lock_problem}"
+            return f"policy strict: qualify explicitly or load a valid lock{note}"
 
         capability = "".join(str(part) for part in self.host.capability(device))
         built = self.host.manifest.ops.get(op.basename)
@@ -263,6 +399,12 @@ class Gate:
         return Qualification("quick case at first use", now(), problem)
 
 
+def moved_text(moved: list[Change]) -> str:
+    """The first three fields that moved, and how many more: one line for a log and a detail."""
+    more = f" and {len(moved) - 3} more" if len(moved) > 3 else ""
+    return "; ".join(str(change) for change in moved[:3]) + more
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of doctor: an op on a device."""
@@ -282,12 +424,12 @@ class Row:
         return cls(verdict.op, verdict.device, verdict.path, verdict.reason, verdict.detail, str(contract), qualified)
 
 
-
 def rows(*, run: bool = True) -> list[dict[str, Any]]:
     """A row an op a device of this process, as dicts. `run`: quick cases run where a first use would run them."""
-    from .. import api, runtime_state  # noqa: F401  api declares every op
+    from prequal import api, runtime_state  # noqa: F401  api declares every op
 
     gate = runtime_state.gate
+    gate.look_again_where_used()
     devices: list[int | None] = [*gate.host.devices()] or [None]
-    verdicts = [(op, gate.verdict(op, device, may_run=run)) for op in runtime_state.native_ops.values() for device in devices]
-    return [asdict(Row.of(verdict, op.contract)) for op, verdict in verdicts]
+    pairs = [(op, device) for op in runtime_state.native_ops.values() for device in devices]
+    return [asdict(Row.of(gate.verdict(op, device, may_run=run), op.contract)) for op, device in pairs]

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 logger = logging.getLogger("prequal")
 
 FastCalls = Callable[[], Mapping[tuple[str, str], int]]
+
+
+class Counted(NamedTuple):
+    """What a counter is kept for. `path`: fast, reference, or failed (CUDA's error was raised, nothing answered)."""
+
+    op: str
+    device: str
+    path: str
+    reason: str  # empty on the fast path
 
 
 class Telemetry:
@@ -17,40 +28,80 @@ class Telemetry:
 
     def __init__(self, fast_calls: FastCalls = dict) -> None:
         self._fast_calls = fast_calls
-        self._lock = threading.Lock()
-        self._fallbacks: dict[tuple[str, str, str], int] = {}
-        self._fast_before: dict[tuple[str, str], int] = {}
+        # Reentrant: a signal handler or a destructor that asks for stats() may interrupt this very thread in here.
+        self._lock = threading.RLock()
+        self._counts: dict[Counted, int] = {}
+        self._before: dict[Counted, int] = {}  # what was counted when `reset` was called
         self._said: set[tuple[str, str, str]] = set()
+        _unlocked_in_a_child(self)
 
     def fell_back(self, op: str, device: str, reason: str, detail: str = "") -> None:
-        key = (op, device, reason)
+        """A call that the fast path does not serve: it goes to the reference, in strict mode to FallbackError."""
+        self._count("reference", op, device, reason)
+        self._say(op, device, reason, "goes to its PyTorch reference", detail)
+
+    def failed(self, op: str, device: str, reason: str, detail: str = "") -> None:
+        """A fast call that raised CUDA's own error."""
+        self._count("failed", op, device, reason)
+        self._say(op, device, reason, "failed and is closed", detail)
+
+    def _count(self, path: str, op: str, device: str, reason: str) -> None:
+        key = Counted(op, device, path, str(reason))
         with self._lock:
-            self._fallbacks[key] = self._fallbacks.get(key, 0) + 1
-            new = key not in self._said
+            self._counts[key] = self._counts.get(key, 0) + 1
+
+    def _say(self, op: str, device: str, reason: str, what: str, detail: str) -> None:
+        key = (op, device, str(reason))
+        with self._lock:
+            if key in self._said:
+                return
             self._said.add(key)
-        if new:
-            logger.warning(
-                "%s on %s is answered by its PyTorch reference: %s%s",
-                *key,
-                f" ({detail})" if detail else "",
-                extra={"prequal_op": op, "prequal_device": device, "prequal_reason": reason},
-            )
+        # outside the lock: a handler may be slow, or ask for stats()
+        tail = f" ({detail})" if detail else ""
+        extra = {"prequal_op": op, "prequal_device": device, "prequal_reason": str(reason), "prequal_detail": detail}
+        logger.warning("%s on %s %s: %s%s", op, device, what, reason, tail, extra=extra)
+
+    def totals(self) -> dict[Counted, int]:
+        """Every counter since the process started; `reset` does not touch these, so that exporters only ever go up."""
+        with self._lock:
+            found = dict(self._counts)
+        for (op, device), calls in self._fast_calls().items():
+            found[Counted(op, device, "fast", "")] = calls
+        return found
 
     def stats(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """{op: {device: {"fast": calls, "reference": {reason: calls}}}}: a copy, ready for json.dumps."""
-        with self._lock:
-            fast = {key: calls - self._fast_before.get(key, 0) for key, calls in self._fast_calls().items()}
-            fallbacks = dict(self._fallbacks)
+        """{op: {device: {"fast": calls, "reference": {reason: calls}}}} since the last reset: a copy, for json.dumps.
+
+        A device on which calls raised CUDA's error has a third entry, {"failed": {reason: calls}}.
+        """
         out: dict[str, dict[str, dict[str, Any]]] = {}
-        for op, device in sorted({*fast, *((op, device) for op, device, _ in fallbacks)}):
-            row = {"fast": fast.get((op, device), 0), "reference": {}}
-            row["reference"] = {key[2]: n for key, n in sorted(fallbacks.items()) if key[:2] == (op, device)}
-            if row["fast"] or row["reference"]:
-                out.setdefault(op, {})[device] = row
+        for key, calls in self._since_reset():
+            row = out.setdefault(key.op, {}).setdefault(key.device, {"fast": 0, "reference": {}})
+            if key.path == "fast":
+                row["fast"] = calls
+            else:
+                row.setdefault(key.path, {})[key.reason] = calls
         return out
 
-    def reset(self) -> None:
-        """Counters to zero. What was logged once is not logged again."""
+    def _since_reset(self) -> Iterator[tuple[Counted, int]]:
         with self._lock:
-            self._fast_before = dict(self._fast_calls())
-            self._fallbacks.clear()
+            before, totals = dict(self._before), self.totals()
+        for key in sorted(totals):
+            if calls := totals[key] - before.get(key, 0):
+                yield key, calls
+
+    def reset(self) -> None:
+        """The counters of `stats` to zero. What was logged once is not logged again."""
+        with self._lock:
+            self._before = self.totals()
+
+
+def _unlocked_in_a_child(telemetry: Telemetry) -> None:
+    """A fork while another thread counts copies a lock that nobody in the child will ever release."""
+    known = weakref.ref(telemetry)
+
+    def after() -> None:
+        if (found := known()) is not None:
+            found._lock = threading.RLock()
+
+    os.register_at_fork(after_in_child=after)
