@@ -22,11 +22,21 @@ def group(name: str) -> list[str]:
     return nox.project.dependency_groups(PROJECT, name)
 
 
-def build_wheel(session: nox.Session, folder: pathlib.Path, *, without_cuda: bool = False) -> pathlib.Path:
+def commit_time(session: nox.Session) -> dict[str, str]:
+    """The time of the commit that is built, for the files in the wheel; without git, the build backend's constant."""
+    if "SOURCE_DATE_EPOCH" in os.environ or not (ROOT / ".git").exists():
+        return {}
+    out = session.run("git", "-C", str(ROOT), "log", "-1", "--format=%ct", external=True, silent=True)
+    return {"SOURCE_DATE_EPOCH": str(out).strip()}
+
+
+def build_wheel(
+    session: nox.Session, folder: pathlib.Path, *, source: pathlib.Path = ROOT, without_cuda: bool = False
+) -> pathlib.Path:
     """`pip wheel .` with build isolation, as a user would: nvcc comes from PyPI unless CUDACXX is set."""
     shutil.rmtree(folder, ignore_errors=True)
-    env = {"PREQUAL_WITH_CUDA": "OFF"} if without_cuda else {}
-    session.run("python", "-m", "pip", "wheel", "--no-deps", "-w", str(folder), str(ROOT), env=env)
+    env = commit_time(session) | ({"PREQUAL_WITH_CUDA": "OFF"} if without_cuda else {})
+    session.run("python", "-m", "pip", "wheel", "--no-deps", "-w", str(folder), str(source), env=env)
     (wheel,) = folder.glob("prequal-*.whl")
     return wheel
 
@@ -63,9 +73,10 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def wheel(session: nox.Session) -> None:
     """The wheel that is shipped: every architecture, Python 3.12 and later; then the packaging tests on it."""
-    session.install("pytest>=8", "pytest-timeout", "cmake>=3.29", "ninja", "nvidia-cuda-cuobjdump>=13.2,<14")
+    session.install("pytest>=8", "pytest-timeout", "cmake>=3.29", "ninja", "uv", *group("audit"))
     folder = ROOT / "dist"
     found = build_wheel(session, folder)
+    session.run("python", "ci/audit_wheel.py", str(found), *session.posargs)  # `-- --update-budget` once it is meant
     session.run(
         "python",
         "-m",
@@ -77,6 +88,19 @@ def wheel(session: nox.Session) -> None:
         "tests/packaging",
         env={"PREQUAL_TEST_WHEEL": str(found)},
     )
+
+
+@nox.session
+def reproducible(session: nox.Session) -> None:
+    """Build this commit twice, in two folders, and compare the wheels byte for byte."""
+    folder = pathlib.Path(session.create_tmp()).resolve() / "reproducible"
+    shutil.rmtree(folder, ignore_errors=True)
+    wheels = []
+    for name in ("a", "another/and a deeper/folder"):  # of another length, depth and with spaces
+        source = folder / name / "prequal"
+        session.run("git", "clone", "--quiet", "--no-tags", f"file://{ROOT}", str(source), external=True)
+        wheels.append(build_wheel(session, folder / name / "dist", source=source))
+    session.run("python", "ci/compare_wheels.py", *(str(wheel) for wheel in wheels))
 
 
 @nox.session

@@ -53,7 +53,7 @@ WARP_REGISTERS = 256  # a warp's registers come in units of this
 
 # The newest symbol versions that a platform tag stands for, by its glibc (PEP 600); those of GCC's libraries from
 # auditwheel's policies. Only the tags that wheels of this project carry or may come to carry.
-PLATFORM_LIMITS = {
+PLATFORM_LIMITS: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {
     (2, 17): {"GLIBCXX": (3, 4, 19), "CXXABI": (1, 3, 7), "GCC": (4, 8, 0)},
     (2, 27): {"GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)},
     (2, 28): {"GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)},
@@ -117,6 +117,12 @@ class Subject:
     def kernels(self) -> dict[str, dict[str, Use]]:
         _ = self.module
         return resources(self.dump)
+
+
+def folders_of_this_run() -> list[str]:
+    """Never right in a wheel, whatever they are called. Where Python is the system's, its folder is everybody's."""
+    here = [str(ROOT), tempfile.gettempdir(), *([sys.prefix] if sys.prefix != sys.base_prefix else [])]
+    return [folder for folder in here if folder.count("/") > 1]
 
 
 def subject(
@@ -533,9 +539,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
 
     with tempfile.TemporaryDirectory() as folder:
-        # these folders of this very run are never right in a wheel, whatever they are called
-        here = (str(ROOT), sys.prefix, tempfile.gettempdir())
-        forbidden = [*args.forbid, *(name for name in here if name.count("/") > 1)]
+        forbidden = [*args.forbid, *folders_of_this_run()]
         try:
             s = subject(args.wheel, pathlib.Path(folder), budget=load_budget(args.budget), forbidden=forbidden)
             _ = s.wheel.manifest

@@ -41,10 +41,10 @@ def differences(a: Wheel, b: Wheel) -> Iterator[str]:
         yield f"order of members: number {at} is {order[0][at]} against {order[1][at]}"
     of_b = {info.filename: info for info in b.infos}
     for info in a.infos:
-        if (other := of_b.get(info.filename)) is None:
+        if (its := of_b.get(info.filename)) is None:
             continue
         for what in ("date_time", "external_attr", "create_system", "compress_type", "flag_bits", "extra", "comment"):
-            one, two = getattr(info, what), getattr(other, what)
+            one, two = getattr(info, what), getattr(its, what)
             if one != two:
                 shown = (oct(one >> 16), oct(two >> 16)) if what == "external_attr" else (one, two)
                 yield f"{info.filename}: {what} {shown[0]} against {shown[1]}"

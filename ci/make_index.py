@@ -190,10 +190,10 @@ def make_index(folder: pathlib.Path, out: pathlib.Path, base_url: str | None = N
         raise CannotIndex(f"--base-url: expected http:// or https:// and a host, got {base_url!r}")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise CannotIndex(f"{out}: expected a folder or nothing, found something else")
+    if out.resolve() in (folder.resolve(), *folder.resolve().parents):
+        raise CannotIndex(f"{out}: holds the wheels; an index replaces its folder whole")
     if out.exists() and any(out.iterdir()) and not (out / MARK).exists():
         raise CannotIndex(f"{out}: not empty, and not an index that this program wrote; it stays as it is")
-    if out.resolve() == folder.resolve() or out.resolve() in folder.resolve().parents:
-        raise CannotIndex(f"{out}: holds the wheels; an index replaces its folder whole")
     files = collect(folder, base_url)
     out.parent.mkdir(parents=True, exist_ok=True)
     made = pathlib.Path(tempfile.mkdtemp(prefix=f".{out.name}.new-", dir=out.parent))

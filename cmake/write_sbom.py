@@ -17,7 +17,7 @@ import sys
 import tomllib
 import uuid
 
-CUDA_LICENCE = {
+CUDA_LICENCE: dict[str, object] = {
     "license": {"name": "NVIDIA CUDA Toolkit End User License Agreement", "url": "https://docs.nvidia.com/cuda/eula/"}
 }
 

@@ -87,6 +87,7 @@ class ThisHost:
 
     def __init__(self) -> None:
         self.manifest: Manifest = build_manifest.load()
+        self._loaded: set[int] = set()
 
     def native_problem(self) -> str | None:
         return native_problem
@@ -113,6 +114,18 @@ class ThisHost:
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
+
+    def loading_problem(self, device: int) -> str | None:
+        if device in self._loaded:
+            return None
+        if self.capturing():
+            return "first use on this device inside a graph capture: call an op once before, or qualify"
+        try:
+            preload(device)
+        except RuntimeError as error:
+            return f"the kernels could not be loaded: {error}"
+        self._loaded.add(device)
+        return None
 
     def failure(self, op: str, device: int) -> str | None:
         return native.failure(_ids[op], device) or None if native is not None and op in _ids else None
@@ -145,6 +158,8 @@ flags = Flags(
     changed=_forget_verdicts,
     scoped=lambda change: native.scoped_flags(change) if native is not None else None,
 )
+
+
 def _device_key(device: int) -> Fingerprint:
     from .runtime.lock import this_worker
 

@@ -71,10 +71,10 @@ def make_wheel(
 
     path = folder / f"{'-'.join(filter(None, ['prequal', version, build, tag]))}.whl"
     folder.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(path, "w", compression=zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(path, "w") as archive:
         for name, data in content.items():
             if data is not None:
-                archive.writestr(zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0)), data)
+                archive.writestr(zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0)), data, zipfile.ZIP_DEFLATED)
     return path
 
 

@@ -40,7 +40,8 @@ def test_two_wheels_of_the_same_bytes_are_the_same(tmp_path, capsys):
 
 
 def test_the_first_byte_that_differs_is_shown_with_its_section(tmp_path, capsys):
-    sources = ['const char* who(void) { return "made by %s"; }' % name + ENTRY_POINT for name in ("Anna", "Otto")]
+    source = 'const char* who(void) { return "made by Anna"; }' + ENTRY_POINT
+    sources = [source, source.replace("Anna", "Otto")]
     modules = [shared_object(tmp_path, source, "-Wl,--build-id=none") for source in sources]
     wheels = [make_wheel(tmp_path / name, module=module) for name, module in zip("ab", modules, strict=True)]
     status, said = compared(*wheels, capsys)

@@ -1,112 +1,108 @@
 """The wheel that was built, looked at from outside: what it holds, what it needs, what it says of itself.
 
-PREQUAL_TEST_WHEEL names it; `nox -s tests` and `nox -s wheel` set that.
+PREQUAL_TEST_WHEEL names it; `nox -s tests` and `nox -s wheel` set that. What an audit of ci/audit_wheel.py asks is
+asked through it, so that the program and these tests cannot come to differ; test_audit.py shows each audit failing.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import importlib.util
-import json
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
-import zipfile
 
 import pytest
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent.parent
-MIB = 2**20
+sys.path[:0] = [str(REPOSITORY / "ci")]  # programs, no package
+
+import audit_wheel
+from audit_wheel import AUDITS, NotApplicable, NoTool, Subject
 
 
 @pytest.fixture(scope="session")
-def path() -> pathlib.Path:
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     name = os.environ.get("PREQUAL_TEST_WHEEL")
     if not name:
         pytest.skip("no wheel: set PREQUAL_TEST_WHEEL, or run `nox -s tests` or `nox -s wheel`")
-    return pathlib.Path(name)
+    made = audit_wheel.subject(
+        pathlib.Path(name), tmp_path_factory.mktemp("wheel"), forbidden=audit_wheel.folders_of_this_run()
+    )
+    assert made.wheel.manifest["schema"] == 1
+    return made
 
 
 @pytest.fixture(scope="session")
-def wheel(path: pathlib.Path) -> zipfile.ZipFile:
-    return zipfile.ZipFile(path)
+def manifest(subject: Subject) -> dict:
+    return subject.wheel.manifest
 
 
-@pytest.fixture(scope="session")
-def manifest(wheel: zipfile.ZipFile) -> dict:
-    return json.loads(wheel.read("prequal/_build.json"))
+def holds(audit: str, subject: Subject) -> None:
+    try:
+        assert list(AUDITS[audit](subject)) == []
+    except (NotApplicable, NoTool) as reason:
+        pytest.skip(str(reason))
 
 
-@pytest.fixture(scope="session")
-def module(wheel: zipfile.ZipFile, manifest: dict, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    if manifest["cuda"] is None:
-        pytest.skip("a CPU build: no native module")
-    (name,) = [n for n in wheel.namelist() if re.fullmatch(r"prequal/_native\..*so", n)]
-    return pathlib.Path(wheel.extract(name, tmp_path_factory.mktemp("wheel")))
+def test_record_lists_every_member_with_its_hash_and_size(subject):
+    holds("record", subject)
 
 
-@functools.cache
-def cuobjdump() -> str | None:
-    spec = importlib.util.find_spec("nvidia")
-    roots = [pathlib.Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
-    found = [str(p) for root in roots for p in root.glob("cu*/bin/cuobjdump")]
-    return found[0] if found else shutil.which("cuobjdump")
+def test_name_tag_metadata_and_manifest_agree(subject):
+    holds("tag", subject)
 
 
-def dumped(option: str, module: pathlib.Path) -> str:
-    if cuobjdump() is None:
-        pytest.skip("no cuobjdump")
-    return subprocess.run([cuobjdump(), option, str(module)], check=True, capture_output=True, text=True).stdout
+def test_it_carries_types_a_manifest_and_its_licence_and_no_sources_of_kernels(subject):
+    holds("contents", subject)
 
 
-def test_it_is_small(path):
-    assert path.stat().st_size < 8 * MIB
+def test_no_path_of_the_building_machine_is_in_it(subject):
+    holds("paths", subject)
 
 
-def test_the_tag_says_which_pythons_it_serves(path, manifest):
-    tag = path.stem.split("-", 2)[2]
-    if manifest["cuda"] is None:
-        assert tag == "py3-none-any"
-    elif manifest["python_abi"] == "cp312-abi3":
-        assert tag.startswith(("cp312-abi3-linux", "cp312-abi3-manylinux"))
-    else:
-        assert tag.startswith(f"{manifest['python_abi']}-{manifest['python_abi']}-")
+def test_it_is_within_its_budget_of_bytes(subject):
+    holds("size", subject)
 
 
-def test_record_lists_every_member_with_its_hash(wheel):
-    import base64
-    import csv
-    import io
-
-    (record,) = [name for name in wheel.namelist() if name.endswith(".dist-info/RECORD")]
-    rows = {row[0]: row[1] for row in csv.reader(io.StringIO(wheel.read(record).decode()))}
-    members = {name for name in wheel.namelist() if not name.endswith("/")}
-    assert set(rows) == members
-    for name in members - {record}:
-        digest = base64.urlsafe_b64encode(hashlib.sha256(wheel.read(name)).digest()).rstrip(b"=").decode()
-        assert rows[name] == f"sha256={digest}", name
+def test_it_carries_a_bill_of_materials(subject):
+    holds("sbom", subject)
 
 
-def test_it_carries_types_a_manifest_and_its_licence_and_no_sources_of_kernels(wheel, manifest):
-    names = set(wheel.namelist())
-    wanted = {"prequal/__init__.py", "prequal/py.typed", "prequal/_build.json"}
-    if manifest["cuda"] is not None:
-        wanted.add("prequal/_native.pyi")
-    assert wanted <= names
-    assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert not [name for name in names if name.endswith((".cu", ".cuh", ".cpp", ".h", ".a", ".o"))]
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"prequal"}
+def test_it_needs_neither_torch_nor_a_cuda_library_to_load_and_searches_no_folder(subject):
+    holds("needed", subject)
 
 
-def test_the_manifest_tells_version_commit_compiler_and_the_digest_of_every_op(wheel, manifest):
-    (metadata,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
-    version = re.search(r"^Version: (.+)$", wheel.read(metadata).decode(), re.M)[1]
-    assert manifest["schema"] == 1
-    assert manifest["version"] == version
+def test_it_asks_no_newer_system_than_its_tag_promises(subject):
+    holds("versions", subject)
+
+
+def test_nothing_of_cudart_is_exported(subject):
+    holds("exports", subject)
+
+
+def test_it_keeps_to_the_limited_api_of_its_tag(subject):
+    holds("abi3", subject)
+
+
+def test_every_kernel_has_machine_code_for_every_architecture_and_there_is_no_ptx(subject):
+    holds("machine_code", subject)
+
+
+def test_every_kernel_fits_every_gpu_it_is_for(subject):
+    holds("limits", subject)
+
+
+def test_no_kernel_spills_or_takes_more_registers_or_shared_memory_than_its_budget(subject):
+    holds("budget", subject)
+
+
+def test_every_audit_is_asked_here():
+    asked = re.findall(r'^    holds\("(\w+)"', pathlib.Path(__file__).read_text(), re.M)
+    assert sorted(asked) == sorted(AUDITS)
+
+
+def test_the_manifest_tells_commit_compiler_and_the_digest_of_every_op(manifest):
     if (REPOSITORY / ".git").exists():
         assert re.fullmatch(r"[0-9a-f]{40}", manifest["commit"])
     ops = {file.stem for file in (REPOSITORY / "python/prequal/ops").glob("[!_]*.py")}
@@ -114,64 +110,22 @@ def test_the_manifest_tells_version_commit_compiler_and_the_digest_of_every_op(w
     assert all(re.fullmatch(r"[0-9a-f]{64}", op["digest"]) for op in manifest["ops"].values())
 
 
-def test_it_holds_the_machine_code_that_was_asked_for_and_no_ptx(manifest, module):
-    assert manifest["ptx"] == []
+def test_it_holds_the_machine_code_that_was_asked_for(subject, manifest):
+    if manifest["cuda"] is None:
+        pytest.skip("a CPU build: no native module")
     assert manifest["sass_source"] == "cuobjdump"
-    asked = os.environ.get("PREQUAL_CUDA_ARCHS", "80;86;89;90").split(";")
-    assert manifest["archs"] == asked
-    assert re.search(r"\.ptx", dumped("--list-ptx", module)) is None
+    assert manifest["archs"] == os.environ.get("PREQUAL_CUDA_ARCHS", "80;86;89;90").split(";")
+    try:
+        assert len(subject.kernels) > 20
+    except NoTool as reason:
+        pytest.skip(str(reason))
 
 
-def test_every_kernel_has_code_for_every_architecture(manifest, module):
-    kernels: dict[str, set[str]] = {arch: set() for arch in manifest["archs"]}
-    arch = None
-    for line in dumped("-res-usage", module).splitlines():
-        if found := re.search(r"arch = sm_(\d+)", line):
-            arch = found[1]
-        elif (found := re.search(r"Function (\S+):", line)) and "prequal" in found[1]:
-            # the name of an anonymous namespace holds a hash of the file, the same for all architectures
-            kernels[arch].add(found[1])
-    first = next(iter(kernels.values()))
-    assert len(first) > 20
-    assert all(found == first for found in kernels.values())
-
-
-def test_no_kernel_spills_registers(module):
-    """The search of the kNN tree keeps its stack in local memory on purpose; nothing else may have a frame."""
-    name = None
-    frames = {}
-    for line in dumped("-res-usage", module).splitlines():
-        if found := re.search(r"Function (\S+):", line):
-            name = found[1]
-        elif (found := re.search(r"STACK:(\d+)", line)) and int(found[1]) and "prequal" in name:
-            frames[name] = int(found[1])
-    assert not {n: size for n, size in frames.items() if not re.search(r"search_kernel|gather_kernel", n)}
-
-
-def test_it_needs_neither_torch_nor_a_cuda_library_to_load(module):
-    if shutil.which("readelf") is None:
-        pytest.skip("no readelf")
-    text = subprocess.run(["readelf", "-d", str(module)], check=True, capture_output=True, text=True).stdout
-    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", text)
-    assert needed
-    assert not [name for name in needed if re.match(r"lib(torch|c10|cuda|cudart|cublas|nvrtc|python)", name)]
-    assert "RPATH" not in text
-    assert "RUNPATH" not in text
-
-
-def test_nothing_but_the_module_is_exported(module):
-    if shutil.which("nm") is None:
-        pytest.skip("no nm")
-    text = subprocess.run(
-        ["nm", "-D", "--defined-only", str(module)], check=True, capture_output=True, text=True
-    ).stdout
-    names = [line.split()[-1] for line in text.splitlines()]
-    assert "PyInit__native" in names
-    assert not [name for name in names if name.startswith(("cuda", "cu", "__cuda"))]
-
-
-def test_it_imports_where_nothing_else_is_installed(module):
+def test_it_imports_where_nothing_else_is_installed(subject, manifest):
     """No torch, no driver, no CUDA: the native module must load, or doctor could not say why the rest does not."""
+    if manifest["cuda"] is None:
+        pytest.skip("a CPU build: no native module")
+    module = subject.extracted()
     name = module.name
     tag = re.search(r"cpython-3(\d+)", name)
     if tag and int(tag[1]) != sys.version_info[1]:

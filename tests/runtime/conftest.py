@@ -47,6 +47,7 @@ class SimulatedHost:
         self.manifest = manifest or manifest_of()
         self.driver_version, self.native, self.cuda = driver, native, cuda
         self.in_capture = False
+        self.loading: str | None = None  # why the kernels cannot be loaded
         self.failures: dict[tuple[str, int], str] = {}
         self.is_open: dict[tuple[str, int], bool] = {}  # what the native hot path was told last
         self.asked: Counter[str] = Counter()
@@ -75,6 +76,9 @@ class SimulatedHost:
 
     def capturing(self) -> bool:
         return self.in_capture
+
+    def loading_problem(self, device: int) -> str | None:
+        return self.loading
 
     def failure(self, op: str, device: int) -> str | None:
         return self.failures.get((op, device))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 import threading
+import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -375,6 +378,42 @@ def test_evidence_and_qualifications_hold_inside_a_capture(make_host, make_manif
     gate.record("toy", 1, Qualification("prequal.qualify()", now()))
     assert [of(gate.verdict(op, device)) for device in (0, 1)] == [FAST, FAST]
     assert op.runs == {}
+
+
+def test_nothing_opens_before_the_kernels_of_the_device_are_loaded(make_host, make_manifest):
+    host = make_host((9, 0), manifest=make_manifest(evidence={"toy": ("90",)}))
+    host.loading = "inside a graph capture"
+    gate, op = Gate(host), FakeOp()
+    verdict = gate.verdict(op, 0)
+    assert (of(verdict), verdict.detail) == (NOT_QUALIFIED, "inside a graph capture")
+    assert host.opened() == set()
+    host.loading = None
+    assert of(gate.verdict(op, 0)) == FAST
+    assert host.opened() == {("toy", 0)}
+
+
+def test_a_child_forked_while_the_gate_is_held_is_not_stuck(make_host):
+    gate, op = Gate(make_host()), FakeOp()
+    held, let_go = threading.Event(), threading.Event()
+
+    def hold():
+        with gate._lock:
+            held.set()
+            let_go.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 warns of any fork beside threads: that is the case
+        child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        gate.verdict(op, 0)
+        os._exit(0)
+    let_go.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_looking_runs_nothing_and_opens_nothing(make_host):

@@ -136,6 +136,9 @@ class Host:
     def capability(self, device):
         return self.capabilities[device]
 
+    def loading_problem(self, device):
+        return None
+
     def capturing(self):
         return False
 

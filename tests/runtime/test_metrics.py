@@ -250,9 +250,11 @@ def test_the_counter_is_a_monotonic_sum(counted, reader):
     assert metric.unit == "{call}"
 
 
-def test_asking_twice_for_one_provider_counts_once_and_without_a_warning(counted, reader, caplog):
+def test_asking_twice_for_one_provider_counts_once_and_without_a_warning(counted, reader, caplog, monkeypatch):
+    """Whether or not the SDK finds a second set of instruments by itself."""
     reader, provider = reader
     meter = prequal.metrics.opentelemetry(provider)
+    monkeypatch.setattr(provider, "get_meter", lambda *args: pytest.fail("asked for a second meter"))
     assert prequal.metrics.opentelemetry(provider) is meter
     found, _ = read(reader)  # asserts that no attributes come twice
     assert [record.getMessage() for record in caplog.records if record.name.startswith("opentelemetry")] == []

@@ -54,6 +54,9 @@ class Host:
     def capability(self, device):
         return self.capabilities[device]
 
+    def loading_problem(self, device):
+        return None
+
     def capturing(self):
         return self.is_capturing
 

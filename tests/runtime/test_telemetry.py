@@ -92,13 +92,13 @@ class Slow(str):
     __slots__ = ()
 
     def __hash__(self) -> int:
-        for _ in range(20):
+        for _ in range(200):
             pass
         return super().__hash__()
 
 
 def test_counters_are_exact_under_threads(telemetry):
-    threads, calls = 8, 2000
+    threads, calls = 8, 1000
     barrier = threading.Barrier(threads)
     interval = sys.getswitchinterval()
 

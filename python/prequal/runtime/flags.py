@@ -17,6 +17,8 @@ from typing import Any, Generic, TypeVar
 
 from prequal.errors import UnknownOpError
 
+from .telemetry import unlocked_in_a_child
+
 ALL = "all"
 TRUE = frozenset({"1", "true", "yes", "on"})
 FALSE = frozenset({"", "0", "false", "no", "off"})
@@ -97,7 +99,8 @@ class Flags:
         self._known = known
         self._changed = changed  # the gate forgets its verdicts
         self._scoped = scoped  # the native hot path asks Python while any scope is open
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        unlocked_in_a_child(self)
         self._disabled: frozenset[str] = frozenset()
         self._strict = False
         self._references: ContextVar[tuple[Scope[frozenset[str]], ...]] = ContextVar("prequal.reference", default=())

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from .manifest import Manifest
 from .reasons import Reason, unsupported
+from .telemetry import unlocked_in_a_child
 
 if TYPE_CHECKING:
     from .fingerprint import Change, Fingerprint
@@ -53,6 +54,10 @@ class Host(Protocol):
 
     def capturing(self) -> bool:
         """True inside a CUDA graph capture."""
+        ...
+
+    def loading_problem(self, device: int) -> str | None:
+        """Load every kernel on this device, once. In words, why that cannot be done now; None where it is done."""
         ...
 
     def failure(self, op: str, device: int) -> str | None:
@@ -199,6 +204,7 @@ class Gate:
         self.read_key = key  # what a device's qualifications rest on, read from the machine
         self._keys: dict[int, Fingerprint] = {}
         self._moved: dict[int, str] = {}
+        unlocked_in_a_child(self)
 
     @property
     def policy(self) -> Policy:
@@ -349,6 +355,9 @@ class Gate:
                 return refuse(Reason.NOT_QUALIFIED, found)
             if found.problem is not None:
                 return refuse(Reason.QUALIFICATION_FAILED, found.problem, found)
+            # Whatever vouches for the op: a first launch that loads a module may deadlock others or break a capture.
+            if may_run and (text := self.host.loading_problem(device)):
+                return refuse(Reason.NOT_QUALIFIED, text)
             if self._disabled(op.name) is None and may_run:
                 self.host.open(op.name, device, True)
                 self._opened.add((op.name, device))

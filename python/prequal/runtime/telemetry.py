@@ -33,7 +33,7 @@ class Telemetry:
         self._counts: dict[Counted, int] = {}
         self._before: dict[Counted, int] = {}  # what was counted when `reset` was called
         self._said: set[tuple[str, str, str]] = set()
-        _unlocked_in_a_child(self)
+        unlocked_in_a_child(self)
 
     def fell_back(self, op: str, device: str, reason: str, detail: str = "") -> None:
         """A call that the fast path does not serve: it goes to the reference, in strict mode to FallbackError."""
@@ -96,9 +96,9 @@ class Telemetry:
             self._before = self.totals()
 
 
-def _unlocked_in_a_child(telemetry: Telemetry) -> None:
-    """A fork while another thread counts copies a lock that nobody in the child will ever release."""
-    known = weakref.ref(telemetry)
+def unlocked_in_a_child(owner: Any) -> None:
+    """A fork while another thread holds `owner._lock` copies a lock that nobody in the child will ever release."""
+    known = weakref.ref(owner)
 
     def after() -> None:
         if (found := known()) is not None:
