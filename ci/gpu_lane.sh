@@ -1,7 +1,7 @@
 #!/bin/bash
 # The GPU lane, on any machine with an NVIDIA GPU and PyTorch: install, doctor, GPU tests, sanitizer, benchmark, evidence.
 #
-#   ci/gpu_lane.sh [--wheel FILE] [--out DIR] [--archs "90"] [--ptx 80] [--steps test,sanitize,demo,bench] [--quick]
+#   ci/gpu_lane.sh [--wheel FILE] [--out DIR] [--archs "90"] [--ptx 80] [--steps test,sanitize,demo,qualify,bench] [--quick]
 #
 # Without --wheel it builds from source with the machine's own toolkit (CUDACXX, or nvcc on PATH) and the build tools of
 # its Python. --ptx NN builds the test-only variant that runs the code of another architecture on this GPU; never shipped.
@@ -9,7 +9,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-wheel="" out="gpu-lane" archs="" ptx="" steps="test,sanitize,demo,bench" quick=""
+wheel="" out="gpu-lane" archs="" ptx="" steps="test,sanitize,demo,qualify,bench" quick=""
 while [ $# -gt 0 ]; do
   case "$1" in
     --wheel) wheel=$2; shift 2 ;;
@@ -62,6 +62,12 @@ if wants demo; then
   echo "== demo"
   "$python" -m prequal transfer-labels demo:knot --device cuda --out "$out/labelled.ply" --json | tee "$out/demo.json" || failed+=(demo)
   rm -f "$out/labelled.ply"
+fi
+if wants qualify; then
+  echo "== qualify, and start from the lock"
+  "$python" -m prequal qualify > "$out/qualify.txt" || failed+=(qualify)
+  tail -n 8 "$out/qualify.txt"
+  "$python" ../benchmarks/gate.py --out "$out/gate.json" || failed+=(gate)
 fi
 if wants bench; then
   echo "== benchmark"
