@@ -1,4 +1,4 @@
-"""What the gate costs on this GPU: a qualification of every op, and starting from its lock instead, each in a new process.
+"""What the gate costs on this GPU: qualifying every op, and starting from its lock instead, each in a new process.
 
 usage: python benchmarks/gate.py --out FILE.json
 """
@@ -36,7 +36,8 @@ prequal.rms_norm(x)
 torch.cuda.synchronize()
 print(json.dumps({
     "ok": status.ok, "load_ms": round(1e3 * (loaded - start), 3),
-    "first_call_ms": round(1e3 * (called - loaded), 3), "second_call_ms": round(1e3 * (time.perf_counter() - called), 3),
+    "first_call_ms": round(1e3 * (called - loaded), 3),
+    "second_call_ms": round(1e3 * (time.perf_counter() - called), 3),
     "stats": prequal.stats(), "qualified_by": prequal.explain("rms_norm", device="cuda").qualification.by.split()[0],
 }))
 """

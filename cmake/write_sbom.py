@@ -86,7 +86,7 @@ def inside(name: str, version: str | None, licence: dict[str, object], about: st
 
 
 def beside(requirement: str) -> dict:
-    name = re.match(r"[\w.-]+", requirement)[0].lower()
+    name = re.split(r"[^\w.-]", requirement)[0].lower()
     return {
         "type": "library",
         "bom-ref": f"pkg:pypi/{name}",

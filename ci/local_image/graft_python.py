@@ -16,18 +16,20 @@ import subprocess
 import sys
 
 HOST = pathlib.PurePosixPath("/opt/python/host")
-# dlopened by libc or by wheels rather than linked, so ldd does not tell
-ALSO = [
+# What extension modules and wheels link. The interpreter is made to need them all: a library with a run path of its own,
+# as torch's have, does not look where the interpreter does, and would mix the old system's libdl with the new libc.
+PRELOADED = [
     "libdl.so.2",
     "libpthread.so.0",
     "librt.so.1",
     "libutil.so.1",
+    "libm.so.6",
     "libresolv.so.2",
-    "libnss_dns.so.2",
-    "libnss_files.so.2",
     "libgcc_s.so.1",
     "libstdc++.so.6",
 ]
+# dlopened by libc itself
+RESOLVERS = ["libnss_dns.so.2", "libnss_files.so.2"]
 LEFT_OUT = {"test", "tests", "idlelib", "tkinter", "turtledemo", "site-packages", "__pycache__"}
 
 
@@ -68,7 +70,8 @@ def main() -> None:
         for file in (interpreter, *((prefix / "lib" / f"python{version}" / "lib-dynload" / m.name) for m in modules)):
             needed |= linked(file)
         libc = needed["libc.so.6"].parent
-        needed |= {name: libc / name for name in ALSO if (libc / name).exists()}
+        preloaded = [name for name in PRELOADED if (libc / name).exists()]
+        needed |= {name: libc / name for name in (*preloaded, *RESOLVERS) if (libc / name).exists()}
         for name, path in needed.items():
             shutil.copy(path, (home / "lib") if name.startswith("libpython") else host)
         loader = pathlib.Path(said(patchelf, "--print-interpreter", interpreter).strip())
@@ -78,10 +81,10 @@ def main() -> None:
         for file in (*modules, *(home / "lib").glob("libpython*.so*")):
             said(patchelf, "--remove-rpath", file)
         own = pathlib.PurePosixPath("/") / home.relative_to(root)
-        said(
-            *(patchelf, "--set-interpreter", str(HOST / loader.name)),
-            *("--force-rpath", "--set-rpath", f"{own}/lib:{HOST}", home / "bin" / interpreter.name),
-        )
+        copy = home / "bin" / interpreter.name
+        said(patchelf, "--set-interpreter", str(HOST / loader.name), copy)
+        said(patchelf, "--force-rpath", "--set-rpath", f"{own}/lib:{HOST}", copy)
+        said(patchelf, *(word for name in preloaded for word in ("--add-needed", name)), copy)
         print(f"{tag}: {sum(f.stat().st_size for f in home.rglob('*') if f.is_file()) / 2**20:.0f} MiB")
 
 
