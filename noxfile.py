@@ -116,4 +116,5 @@ def lint(session: nox.Session) -> None:
     session.run("python", "ci/matrix.py", "check")
     session.run("python", "ci/matrix.py", "docs", "--check")
     # actionlint and zizmor, and that either finds what it is there for
-    session.run(*["python", "-m", "pytest", "-q", "--noconftest", "-c"], os.devnull, "tests/packaging/test_workflows.py")
+    pytest = ("python", "-m", "pytest", "-q", "--noconftest", "-c", os.devnull)
+    session.run(*pytest, "tests/packaging/test_workflows.py")

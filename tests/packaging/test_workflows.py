@@ -1,4 +1,4 @@
-"""The workflows: thin, with the least rights, every action pinned, a release all or nothing; and what linters say."""
+"""The workflows: thin, with the least rights, every action pinned, a release all or nothing; and what linters say.
 
 Run by `nox -s lint`, which installs PyYAML, actionlint and zizmor; elsewhere what needs them is skipped.
 """
