@@ -47,6 +47,15 @@ class BadCall:
     match: str
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What one call cannot do without: a lower bound that no implementation beats, whatever it really does."""
+
+    bytes: int  # inputs read once, outputs written once
+    flops: int = 0
+    unit: str = "fp32"  # which measured rate bounds the FLOPs: "fp32" or "bf16" (tensor cores)
+
+
 class OpFunction(Protocol):
     """What `@op` makes of a reference: the public function, with the declarations that follow it."""
 
@@ -68,6 +77,10 @@ class OpFunction(Protocol):
 
     def bad_calls(self, function: Callable[[torch.device], Iterable[BadCall]]) -> Any:
         """Declare wrong calls for the tests."""
+        ...
+
+    def cost(self, function: Callable[..., Cost]) -> Callable[..., Cost]:
+        """Declare the bytes and FLOPs of a call, from its arguments alone: what benchmarks hold times against."""
         ...
 
     def kernel(self, *, needs: Sequence[Need] = ()) -> None:
@@ -109,6 +122,7 @@ class Op:
         self._fake: Callable[..., Any] = reference
         self._backward: Callable[..., Any] | None = None
         self._bad_calls: Callable[[torch.device], Iterable[BadCall]] = lambda device: ()
+        self._cost: Callable[..., Cost] | None = None
 
         self._register()
         self.function = self._make_function()
@@ -132,6 +146,10 @@ class Op:
         self._bad_calls = function
         return function
 
+    def cost(self, function: Callable[..., Cost]) -> Callable[..., Cost]:
+        self._cost = function
+        return function
+
     def kernel(self, *, needs: Sequence[Need] = ()) -> None:
         self.has_kernel = True
         self.needs = tuple(needs)
@@ -140,6 +158,10 @@ class Op:
 
     def wrong_calls(self, device: torch.device) -> list[BadCall]:
         return list(self._bad_calls(device))
+
+    def cost_of(self, args: Sequence[Any]) -> Cost | None:
+        """The declared cost of this right call; None where the op declares none."""
+        return None if self._cost is None else self._call(self._cost, args)
 
     # ---- torch.library --------------------------------------------------------------------------------------------
 
@@ -271,7 +293,7 @@ class Op:
         function.__module__ = self.reference.__module__
         function.__annotations__ = dict(self.reference.__annotations__)
         function.op = self
-        for declaration in (self.check, self.fake, self.backward, self.bad_calls, self.kernel):
+        for declaration in (self.check, self.fake, self.backward, self.bad_calls, self.cost, self.kernel):
             setattr(function, declaration.__name__, declaration)
         return cast(OpFunction, function)
 

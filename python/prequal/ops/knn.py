@@ -5,7 +5,7 @@ from torch import Tensor
 
 from prequal import constraints as c
 from prequal.contracts import Exact
-from prequal.registry import BadCall, Sample, op
+from prequal.registry import BadCall, Cost, Sample, op
 
 MAX_K = 32
 # The reference compares every query with every reference, this many pairs at a time (a pair takes about 20 bytes).
@@ -278,6 +278,21 @@ VALUE_DTYPES = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 )
 knn_gather.kernel(needs=[*POINT_NEEDS, c.dtype_in("values", *VALUE_DTYPES), c.row_contiguous("values")])
+
+
+@knn.cost
+def _(queries, references, k):
+    # Both point sets once, a distance and an index a neighbour. No FLOPs: how many pairs must be looked at depends on
+    # the points, and the search of the reference (all of them) bounds nobody.
+    n, m, size = queries.shape[0], references.shape[0], queries.element_size()
+    return Cost(3 * size * (n + m) + n * k * (8 if size == 8 else 4) + 8 * n * k)
+
+
+@knn_gather.cost
+def _(queries, references, values):
+    n, m, size = queries.shape[0], references.shape[0], queries.element_size()
+    row = values[0].numel() * values.element_size() if m else 0
+    return Cost(3 * size * (n + m) + 2 * n * row)
 
 
 @knn.bad_calls

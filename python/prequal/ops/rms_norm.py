@@ -5,7 +5,7 @@ from torch import Tensor
 
 from prequal import constraints as c
 from prequal.contracts import Tolerance
-from prequal.registry import BadCall, Sample, op
+from prequal.registry import BadCall, Cost, Sample, op
 
 
 def samples(device):
@@ -106,6 +106,15 @@ rms_norm.kernel(
         c.at_most("x", -1, 2**31 - 1),
     ]
 )
+
+
+@rms_norm.cost
+def _(x, weight, eps):
+    # x read, y written, the weight once; two multiplications and an addition a value, one more for the weight
+    bytes = 2 * x.numel() * x.element_size()
+    if weight is None:
+        return Cost(bytes, 3 * x.numel())
+    return Cost(bytes + weight.numel() * weight.element_size(), 4 * x.numel())
 
 
 @rms_norm.bad_calls
