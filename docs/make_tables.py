@@ -44,36 +44,55 @@ def microseconds(measured: dict[str, Any], kind: str) -> str:
     return f"{value:,.0f} µs" if value >= 100 else f"{value:.1f} µs"
 
 
+def best_peer(row: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    peers = [(name, x) for name, x in row["by"].items() if x.get("kind") == "peer" and "device_us" in x]
+    return min(peers, key=lambda item: item[1]["device_us"]["median"], default=None)
+
+
 def scorecard() -> str:
-    """A line a measured case: ours, eager, compiled, and the share of the copy bandwidth where bytes bind."""
+    """A line a measured case: ours, eager, compiled, the best peer, and the share of the copy bandwidth."""
     now = digests()
     lines = [
-        "| op, shape | GPU | prequal | torch eager | torch.compile | of copy bandwidth | |",
-        "|---|---|---|---|---|---|---|",
+        "| op, shape | GPU | prequal | torch eager | torch.compile | best peer | of copy bandwidth | |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for record in evidence():
         for row in record["rows"]:
             by = row["by"]
             ours = by.get("prequal")
+            name = f"`{row.get('op', record['basename'])}` {row['case']}"
             if ours is None or "device_us" not in ours:
+                why = row.get("wrong", {}).get("prequal") or row.get("failed", {}).get("prequal")
+                if why:
+                    lines.append(f"| {name} | {record['gpu']} | – | – | – | – | – | not timed: {cell(why)} |")
                 continue
             eager = by.get("torch eager") or by.get("torch.cdist + argmin") or {}
             compiled = by.get("torch.compile", {})
+            peer = best_peer(row)
             share = f"{ours['TB_s'] / record['ceilings']['copy_TB_s']:.0%}" if "TB_s" in ours else "–"
-            others = [x["device_us"]["median"] for x in (eager, compiled) if "device_us" in x]
+            measured = (eager, compiled, *([peer[1]] if peer else []))
+            others = [x["device_us"]["median"] for x in measured if "device_us" in x]
             notes = []
             if others and min(others) < ours["device_us"]["median"]:
                 notes.append("slower than the best of these")
+            if ours.get("path", "fast") != "fast":
+                notes.append(f"by the {ours['path']}")
+            if ours.get("noisy"):
+                notes.append("noisy")
             if is_stale(record, now):
                 notes.append("stale: sources changed since")
+            if record.get("complete") is False:
+                notes.append("of a run that was stopped")
             if record["gpu_tests"] != "passed":
                 notes.append(f"GPU tests: {record['gpu_tests']}")
             cells = [microseconds(x, "device_us") for x in (ours, eager, compiled)]
-            lines.append(
-                f"| `{record['basename']}` {row['case']} | {record['gpu']} | {' | '.join(cells)} "
-                f"| {share} | {'; '.join(notes)} |"
-            )
+            cells.append(f"{peer[0]} {microseconds(peer[1], 'device_us')}" if peer else "–")
+            lines.append(f"| {name} | {record['gpu']} | {' | '.join(cells)} | {share} | {'; '.join(notes)} |")
     return "\n".join(lines)
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def op_table() -> str:

@@ -9,16 +9,24 @@ from typing import TYPE_CHECKING
 
 from .errors import FallbackError as FallbackError
 from .errors import LockError as LockError
+from .errors import ReplacementError as ReplacementError
 from .errors import UnknownOpError as UnknownOpError
 from .runtime import manifest as _manifest
 
 __version__ = _manifest.load().version or "0+unknown"
 
 # What a worker does not need at import costs it nothing there: these come when asked for.
-_LATER = {"LockStatus": "lock", "Report": "qualify", "TensorSpec": "qualify", "metrics": "metrics"}
+_LATER = {
+    "LockStatus": "runtime.lock",
+    "Report": "runtime.qualify",
+    "TensorSpec": "runtime.qualify",
+    "metrics": "runtime.metrics",
+    "verify_replacement": "bench.replacement",
+}
 _cause = None
 
 if TYPE_CHECKING:
+    from .bench.replacement import verify_replacement as verify_replacement
     from .runtime import metrics as metrics
     from .runtime.lock import LockStatus as LockStatus
     from .runtime.qualify import Report as Report
@@ -40,5 +48,5 @@ def __getattr__(name):
         raise ImportError(text) from _cause
     if name not in _LATER:
         raise AttributeError(f"module 'prequal' has no attribute {name!r}")
-    module = importlib.import_module(f"prequal.runtime.{_LATER[name]}")
-    return module if name == _LATER[name] else getattr(module, name)
+    module = importlib.import_module(f"prequal.{_LATER[name]}")
+    return module if _LATER[name].endswith(f".{name}") else getattr(module, name)

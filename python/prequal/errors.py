@@ -29,3 +29,11 @@ class UnknownOpError(ValueError):
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known)}"
         super().__init__(f"{where}: expected the name of an op or 'all', got {name!r}; {hint}")
+
+
+class ReplacementError(AssertionError):
+    """A fast path did not take the place of what it should have; `report` says what is still there."""
+
+    def __init__(self, report: object) -> None:
+        super().__init__(str(report))
+        self.report = report

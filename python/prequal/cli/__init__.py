@@ -12,6 +12,8 @@ COMMANDS = {
     "doctor": ("doctor", "what this worker is, and for each op which path serves and why"),
     "qualify": ("qualify", "run both paths of every op on this worker, compare them, and write a lock"),
     "lock": ("lock", "explain a qualification lock"),
+    "bench": ("bench", "measure ops beside eager, torch.compile and peers; evidence, charts, and a check of both"),
+    "ablate": ("ablate", "run a workload of yours with each op off in turn: what each is worth there"),
     "transfer-labels": ("transfer_labels", "label a mesh from a few thousand of its points"),
 }
 

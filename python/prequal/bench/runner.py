@@ -1,0 +1,256 @@
+"""Measure cases: compare every answer with the reference first, then time who was right, in interleaved rounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from prequal.registry import OPS, Cost, Op
+
+from .cases import WARM_UPS, Case, Compare, Peer, contract_of
+from .device import GRAPH_CALLS, Call, Device, tensors_in
+from .stats import Spread, is_noisy
+
+ROUNDS = 5  # every implementation has its turn in each, so that a GPU that warms up or throttles is shared by all
+GRAPH_BELOW_US = 1000.0  # above it, launches are nothing
+
+Say = Callable[[str], None]
+
+
+def silent(text: str) -> None:
+    pass
+
+
+@dataclass
+class Candidate:
+    """One way to answer a case."""
+
+    name: str
+    function: Callable[..., Any]
+    compare: Compare
+    kind: str
+    device_us: list[float] = field(default_factory=list)
+    wall_us: list[float] = field(default_factory=list)
+    graph_us: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Options:
+    compile: bool = True
+    peers: Sequence[Peer] = ()
+    rounds: int = ROUNDS
+    runs: int | None = None  # instead of what each case says
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    torch.compiler.reset()  # or the second shape would be compiled as one of any size
+    return torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
+
+
+def candidates(case: Case, op: Op, args: tuple[Any, ...], options: Options) -> tuple[list[Candidate], dict[str, str]]:
+    """Who answers this case, and who does not, with why."""
+    own = contract_of(op)
+    found = [Candidate("prequal", op.function, own, "prequal")]
+    found += [Candidate(other.name, other.function, other.compare, other.kind) for other in case.others]
+    absent: dict[str, str] = {}
+    if case.compiled is not None and options.compile:
+        found.append(Candidate("torch.compile", compiled(case.compiled), case.compare_compiled or own, "compiled"))
+    for peer in options.peers if case.peers else ():
+        if peer.op != op.name:
+            continue
+        why = peer.absent() or peer.refuses(args)
+        if why is None:
+            try:
+                found.append(Candidate(peer.module, peer.build(), peer.compare, "peer"))
+                continue
+            except Exception as error:  # somebody else's package: whatever it raises is why it is not measured
+                why = f"cannot be imported: {_short(error)}"
+        absent[peer.module] = why
+    return found, absent
+
+
+def measure(case: Case, device: Device, options: Options | None = None, say: Say = silent) -> dict[str, Any]:
+    """A row of evidence. Who is wrong or fails is named in it, and has no time."""
+    options = options or Options()
+    op = OPS[case.op]
+    args = tuple(op.bind(case.make(device.torch_device)))
+    cost = op.cost_of(args)
+    everybody, absent = candidates(case, op, args, options)
+    row: dict[str, Any] = {"case": case.name, "op": op.name, "bytes": None, "flops": None, "by": {}}
+    if cost is not None:
+        row |= {"bytes": cost.bytes, "flops": cost.flops, "flops_unit": cost.unit}
+    if case.series:
+        row |= {"series": case.series, "size": case.size}
+    if absent:
+        row["absent"] = absent
+
+    with torch.no_grad():
+        right = _those_who_are_right(case, op, args, everybody, row, say)
+        _time(case, device, args, right, row, options)
+        for one in right:
+            row["by"][one.name] = _figures(one, cost, device, args)
+            figures = row["by"][one.name]
+            if one.kind == "prequal":
+                figures["path"] = _path(op, args)
+            noisy = ", noisy" if figures.get("noisy") else ""
+            slow = "" if figures.get("path", "fast") == "fast" else f", by the {figures['path']}"
+            say(f"  {one.name}: {figures['device_us']['median']:,.1f} us{noisy}{slow}")
+    return row
+
+
+def _those_who_are_right(
+    case: Case, op: Op, args: tuple[Any, ...], everybody: Sequence[Candidate], row: dict[str, Any], say: Say
+) -> list[Candidate]:
+    few = case.reference_args(args)
+    want = op._call(op.reference, few)
+    right = []
+    for one in everybody:
+        try:
+            got = case.compared(one.function(*args))
+            wrong = one.compare(got, want, few)
+        except Exception as error:  # a peer's failure, or ours: reported, never timed
+            row.setdefault("failed", {})[one.name] = _short(error)
+            say(f"  {one.name}: FAILED, not timed: {_short(error)}")
+            continue
+        if wrong is not None:
+            row.setdefault("wrong", {})[one.name] = wrong
+            say(f"  {one.name}: WRONG, not timed: {wrong}")
+            continue
+        right.append(one)
+    return right
+
+
+def _path(op: Op, args: tuple[Any, ...]) -> str:
+    """Who answered as `prequal`: a benchmark that times the reference in its name must say so."""
+    from prequal.api import explain
+
+    found = explain(op.name, *args)
+    return "fast" if found.path == "fast" else f"reference: {found.reason}"
+
+
+def rotated(args: tuple[Any, ...], cache_bytes: int) -> tuple[list[tuple[Any, ...]], bool]:
+    """Copies of the arguments for the calls of one graph, and whether a call finds its own gone from the cache.
+
+    Nothing flushes between the calls of a graph. Enough copies to fill the cache twice make them cold; where the
+    arguments are so small that not even one copy a call does, they are warm, and the row says so.
+    """
+    size = sum(x.numel() * x.element_size() for x in tensors_in(args))
+    if not cache_bytes or not size:
+        return [args], False
+    if size > 2 * cache_bytes:
+        return [args], True
+    copies = math.ceil(2 * cache_bytes / size)
+    if copies > GRAPH_CALLS:
+        return [args], False
+
+    def copy() -> tuple[Any, ...]:
+        return tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in args)
+
+    return [args, *(copy() for _ in range(copies - 1))], True
+
+
+def _time(
+    case: Case,
+    device: Device,
+    args: tuple[Any, ...],
+    right: Sequence[Candidate],
+    row: dict[str, Any],
+    options: Options,
+) -> None:
+    runs = math.ceil((options.runs or case.runs) / options.rounds)
+    calls: dict[str, Call] = {one.name: _bound(one.function, args) for one in right}
+    for one in right:
+        device.device_us(calls[one.name], WARM_UPS)
+    for _ in range(options.rounds):
+        for one in right:
+            device.wall_us(calls[one.name], 2)  # back from the others' code and data
+            one.device_us += device.device_us(calls[one.name], runs)
+            one.wall_us += device.wall_us(calls[one.name], runs)
+
+    copies, cold = rotated(args, device.cache_bytes)
+    graphs: dict[str, Callable[[int], list[float]]] = {}
+    for one in right:
+        if Spread.of(one.device_us).median >= GRAPH_BELOW_US:
+            continue
+        try:
+            graph = device.captured([_bound(one.function, copies[i % len(copies)]) for i in range(GRAPH_CALLS)])
+        except Exception as error:  # a host read, or an allocation of its own: its users cannot capture it either
+            row.setdefault("not_capturable", {})[one.name] = _short(error)
+            continue
+        if graph is not None:
+            graphs[one.name] = graph
+    if graphs:
+        row["cold"] = cold  # of graph_us; device_us is always cold
+    for _ in range(options.rounds):
+        for one in right:
+            if one.name in graphs:
+                one.graph_us += graphs[one.name](runs)
+
+
+def _bound(function: Callable[..., Any], args: tuple[Any, ...]) -> Call:
+    return lambda: function(*args)
+
+
+def _figures(one: Candidate, cost: Cost | None, device: Device, args: tuple[Any, ...]) -> dict[str, Any]:
+    spread = Spread.of(one.device_us)
+    found: dict[str, Any] = {
+        "kind": one.kind,
+        "device_us": spread.json(),
+        "wall_us": Spread.of(one.wall_us).json(),
+    }
+    if one.graph_us:
+        found["graph_us"] = Spread.of(one.graph_us).json()
+    if is_noisy(one.device_us):
+        found["noisy"] = True
+    if cost is not None and spread.median > 0:
+        found["TB_s"] = round(cost.bytes / spread.median / 1e6, 3)
+        if cost.flops:
+            found["TFLOP_s"] = round(cost.flops / spread.median / 1e6, 3)
+    peak = device.peak_bytes(_bound(one.function, args))
+    if peak is not None:
+        found["peak_bytes"] = peak
+    return found
+
+
+def floor_us(row: Mapping[str, Any], ceilings: Mapping[str, float]) -> float | None:
+    """The time that the declared cost takes at the measured ceilings, whichever binds."""
+    if not row.get("bytes") or not ceilings.get("copy_TB_s"):
+        return None
+    found = row["bytes"] / ceilings["copy_TB_s"] / 1e6
+    rate = ceilings.get(f"{row.get('flops_unit', 'fp32')}_TFLOP_s")
+    if row.get("flops") and rate:
+        found = max(found, row["flops"] / rate / 1e6)
+    return float(found)
+
+
+def run(
+    cases: Iterable[Case],
+    device: Device,
+    options: Options,
+    keep: Callable[[Case, dict[str, Any]], None],
+    say: Say = silent,
+    may_go_on: Callable[[], bool] = lambda: True,
+) -> bool:
+    """Measure them all, handing over each row as it is made. False where it was stopped: by Ctrl-C or by the budget."""
+    cases = list(cases)
+    try:
+        for number, case in enumerate(cases, 1):
+            if not may_go_on():
+                say(f"budget spent: {len(cases) - number + 1} cases not measured")
+                return False
+            say(f"[{number}/{len(cases)}] {case.op}: {case.name}")
+            keep(case, measure(case, device, options, say))
+    except KeyboardInterrupt:
+        say("interrupted: what is done is written")
+        return False
+    return True
+
+
+def _short(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,278 @@
+"""The harness on a fake clock: who is timed, in what order, and what is said of whom."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from making_evidence import FakeClock, FakeGpu
+
+import prequal
+from prequal.bench import cases as lists
+from prequal.bench.cases import Case, Other, Peer, contract_of
+from prequal.bench.evidence import problems
+from prequal.bench.runner import ROUNDS, Options, floor_us, measure, rotated, run
+from prequal.errors import UnknownOpError
+from prequal.registry import OPS
+
+OP = OPS["rms_norm"]
+
+
+def right(got, want, args):
+    return contract_of(OP)(got, want, args)
+
+
+def data(device):
+    return torch.ones(4, 8), None, 1e-6
+
+
+def case_of(*others: Other, **more) -> Case:
+    return Case("rms_norm", "ones", data, quick=True, others=others, **more)
+
+
+def taking(clock: FakeClock, us, log: list[str] | None = None, name: str = ""):
+    """The reference, in so many microseconds of the fake clock."""
+    times = iter(us) if not isinstance(us, float) else None
+
+    def answer(*args):
+        clock.advance_us(us if times is None else next(times))
+        if log is not None:
+            log.append(name)
+        return OP.reference(*args)
+
+    return answer
+
+
+def quiet(**more) -> Options:
+    return Options(compile=False, **more)
+
+
+def test_times_are_those_of_the_clock(clock, gpu):
+    row = measure(case_of(Other("slow", taking(clock, 250.0), right)), gpu, quiet())
+    slow = row["by"]["slow"]
+    assert slow["device_us"] == {"median": 250.0, "q1": 250.0, "q3": 250.0, "runs": 100}
+    assert slow["wall_us"]["median"] == slow["graph_us"]["median"] == 250.0
+    assert slow["peak_bytes"] == 4096
+
+
+def test_a_row_fits_the_schema_and_tells_bytes_and_flops_of_the_declaration(clock, gpu):
+    row = measure(case_of(Other("slow", taking(clock, 250.0), right)), gpu, quiet())
+    assert (row["bytes"], row["flops"]) == (2 * 32 * 4, 3 * 32)
+    assert row["by"]["slow"]["TB_s"] == round(256 / 250 / 1e6, 3)
+    record = {"schema": 1, "rows": [row]}
+    assert not [line for line in problems(record) if line.startswith("rows")]
+
+
+def test_a_wrong_answer_is_reported_and_never_timed(clock, gpu):
+    calls = []
+
+    def wrong(*args):
+        calls.append(1)
+        return OP.reference(*args) + 1
+
+    row = measure(case_of(Other("liar", wrong, right), Other("honest", taking(clock, 30.0), right)), gpu, quiet())
+    assert "liar" not in row["by"]
+    assert "honest" in row["by"]
+    assert "32 of 32 values differ" in row["wrong"]["liar"]
+    assert len(calls) == 1
+
+
+def test_a_failure_of_one_is_reported_and_the_others_are_measured(clock, gpu):
+    def broken(*args):
+        raise RuntimeError("no kernel image\nand a long story")
+
+    row = measure(case_of(Other("broken", broken, right), Other("ok", taking(clock, 30.0), right)), gpu, quiet())
+    assert row["failed"] == {"broken": "RuntimeError: no kernel image"}
+    assert "ok" in row["by"]
+
+
+def test_rounds_are_interleaved(clock):
+    log: list[str] = []
+    gpu = FakeGpu(clock, graphs=False)
+    others = [Other(name, taking(clock, 2000.0, log, name), right) for name in ("a", "b")]
+    measure(case_of(*others), gpu, quiet())
+    turns = [name for i, name in enumerate(log) if i == 0 or log[i - 1] != name]
+    # compared, warmed up, a turn in every round, peak memory
+    assert turns == ["a", "b"] * (2 + ROUNDS + 1)
+
+
+def test_what_cannot_be_captured_is_named_and_keeps_its_other_times(clock):
+    gpu = FakeGpu(clock, graphs=False)
+    row = measure(case_of(Other("syncs", taking(clock, 30.0), right)), gpu, quiet())
+    assert row["not_capturable"]["syncs"] == "RuntimeError: operation not permitted when stream is capturing"
+    assert "graph_us" not in row["by"]["syncs"]
+    assert row["by"]["syncs"]["device_us"]["median"] == 30.0
+
+
+def test_a_run_that_drifts_is_labelled_noisy(clock, gpu):
+    # 1 comparison, 8 warm-ups, then rounds of 2 + 20 + 20 calls
+    times = [50.0] * (1 + 8 + 2 * 42) + [50.0] * 42 + [80.0] * 5000
+    row = measure(case_of(Other("drifts", taking(clock, times), right)), gpu, quiet())
+    assert row["by"]["drifts"]["noisy"] is True
+    row = measure(case_of(Other("steady", taking(clock, 50.0), right)), gpu, quiet())
+    assert "noisy" not in row["by"]["steady"]
+
+
+def test_a_reference_that_answers_in_our_name_is_said_to(clock, gpu):
+    row = measure(case_of(), gpu, quiet())
+    assert row["by"]["prequal"]["path"].startswith("reference: ")
+
+
+def test_absent_peers_are_listed_with_why(clock, gpu):
+    def builds():
+        return taking(clock, 40.0)
+
+    peers = [
+        Peer("no_such_package_at_all", "rms_norm", builds, right),
+        Peer("torch", "rms_norm", builds, right),
+        Peer("json", "rms_norm", builds, right, lambda args: "takes no ones"),
+        Peer("math", "rms_norm", lambda: 1 / 0, right),
+        Peer("no_such_package_either", "knn", builds, right),
+    ]
+    row = measure(case_of(), gpu, quiet(peers=peers))
+    assert row["absent"] == {
+        "no_such_package_at_all": "not installed",
+        "json": "takes no ones",
+        "math": "cannot be imported: ZeroDivisionError: division by zero",
+    }
+    assert row["by"]["torch"]["kind"] == "peer"
+    assert row["by"]["torch"]["device_us"]["median"] == 40.0
+
+
+def test_only_the_first_rows_are_compared_where_the_reference_cannot_do_all(clock, gpu):
+    def wrong_at_the_end(x, weight, eps):
+        out = OP.reference(x, weight, eps)
+        out[-1] = 0
+        return out
+
+    row = measure(case_of(Other("other", wrong_at_the_end, right), rows=2), gpu, quiet())
+    assert "other" in row["by"]
+
+
+@pytest.mark.parametrize(
+    ("cache", "copies", "cold"), [(0, 1, False), (63, 1, True), (64, 1, True), (256, 4, True), (2000, 1, False)]
+)
+def test_buffers_are_rotated_where_that_makes_a_graph_cold_and_the_row_says_which(cache, copies, cold):
+    args = (torch.ones(4, 8), None, 1e-6)  # 128 bytes
+    found, is_cold = rotated(args, cache)
+    assert (len(found), is_cold) == (copies, cold)
+    places = {one[0].data_ptr() for one in found}
+    assert len(places) == copies
+    assert all(torch.equal(one[0], args[0]) for one in found)
+
+
+def test_the_floor_is_whichever_ceiling_binds():
+    ceilings = {"copy_TB_s": 4.0, "fp32_TFLOP_s": 50.0}
+    assert floor_us({"bytes": 4_000_000}, ceilings) == pytest.approx(1.0)
+    assert floor_us({"bytes": 4_000_000, "flops": 10**9, "flops_unit": "fp32"}, ceilings) == pytest.approx(20.0)
+    assert floor_us({"bytes": None}, ceilings) is None
+    assert floor_us({"bytes": 4_000_000}, {}) is None
+
+
+def test_what_is_done_is_kept_when_interrupted(clock, gpu):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    kept = []
+    cases = [case_of(), case_of(Other("stop", interrupted, right)), case_of()]
+    said: list[str] = []
+    finished = run(cases, gpu, quiet(), lambda case, row: kept.append(row), said.append)
+    assert not finished
+    assert len(kept) == 1
+    assert said[0] == "[1/3] rms_norm: ones"
+    assert said[-1] == "interrupted: what is done is written"
+
+
+def test_no_case_is_started_after_the_budget(clock, gpu):
+    kept = []
+    answers = iter([True, False])
+    finished = run([case_of()] * 3, gpu, quiet(), lambda c, r: kept.append(r), may_go_on=lambda: next(answers))
+    assert (finished, len(kept)) == (False, 1)
+
+
+# ---- the lists -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(OPS))
+def test_every_op_has_a_quick_case(name):
+    cases = lists.cases_of([OPS[name]], "quick")
+    assert cases
+    assert all(case.op == name for case in cases)
+
+
+def test_names_of_cases_are_unique_in_a_basename():
+    for basename in {op.basename for op in OPS.values()}:
+        names = [case.name for case in lists.cases_of(lists.chosen_ops([basename]), "full")]
+        assert len(names) == len(set(names))
+
+
+def test_an_op_without_a_shape_list_is_measured_on_its_quick_sample(clock, gpu):
+    (case,) = lists.sample_cases(OPS["knn"])
+    row = measure(case, gpu, quiet(rounds=1, runs=2))
+    assert set(row["by"]) == {"prequal", "torch eager"}
+
+
+def test_ops_are_chosen_by_name_and_by_basename():
+    assert [op.name for op in lists.chosen_ops(["knn"])] == ["knn", "knn_gather"]
+    assert [op.name for op in lists.chosen_ops(["knn_gather"])] == ["knn_gather"]
+    assert lists.chosen_ops(None) == list(OPS.values())
+    with pytest.raises(UnknownOpError, match="did you mean rms_norm"):
+        lists.chosen_ops(["rmsnorm"])
+
+
+def test_shape_lists_are_of_ops_that_exist():
+    for basename, module in lists.shape_lists().items():
+        assert {case.op for case in module.cases()} <= {op.name for op in OPS.values() if op.basename == basename}
+        assert {peer.op for peer in getattr(module, "PEERS", ())} <= set(OPS)
+
+
+def test_another_neighbour_at_the_same_distance_is_right_and_a_far_one_is_wrong():
+    from prequal.bench.shapes.knn import cdist, nearest_enough
+
+    generator = torch.Generator().manual_seed(0)
+    q, r = torch.rand(50, 3, generator=generator), torch.rand(80, 3, generator=generator)
+    want = prequal.knn(q, r, 4)
+    assert nearest_enough(cdist(q, r, 4), want, (q, r, 4)) is None
+    doubled = (q, torch.cat([r, r]), 1)
+    first = prequal.knn(*doubled)
+    assert nearest_enough(first[1] + len(r), first, doubled) is None
+    assert "are not the nearest" in nearest_enough((want[1] + 1) % 80, want, (q, r, 4))
+    assert "outside" in nearest_enough(want[1] - 80, want, (q, r, 4))
+    assert "shape" in nearest_enough(want[1][:, :2], want, (q, r, 4))
+
+
+@pytest.mark.parametrize("name", ["knn", "rms_norm"])
+def test_the_other_ways_of_a_shape_list_hold_their_standard_on_its_sample(name):
+    module = lists.shape_lists()[name]
+    op = OPS[name]
+    sample = next(iter(op.samples(torch.device("cpu"))))
+    args = op.bind(sample.args, sample.kwargs)
+    want = op.reference(*args)
+    for other in next(iter(module.cases())).others:
+        assert other.compare(other.function(*args), want, args) is None
+
+
+# ---- the GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(OPS))
+def test_a_gpu_is_measured_with_every_figure(name, cuda):
+    from prequal.bench.device import Cuda
+
+    (case,) = lists.sample_cases(OPS[name])
+    row = measure(case, Cuda(), Options(compile=False, runs=20))
+    ours = row["by"]["prequal"]
+    assert ours["path"] == "fast"
+    assert {"device_us", "wall_us", "graph_us", "peak_bytes"} <= ours.keys()
+    assert all(ours[kind]["median"] > 0 for kind in ("device_us", "wall_us", "graph_us"))
+
+
+@pytest.mark.gpu
+def test_the_ceilings_of_a_gpu_are_measured(cuda):
+    from prequal.bench.device import Cuda
+
+    found = Cuda().ceilings()
+    assert set(found) == {
+        *("copy_TB_s", "bf16_TFLOP_s", "fp32_TFLOP_s", "empty_launch_wall_us", "empty_graph_replay_us"),
+    }
+    assert all(value > 0 for value in found.values())
