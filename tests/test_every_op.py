@@ -114,6 +114,23 @@ def test_a_call_leaves_its_arguments_as_they_were(op, device):
     assert all(torch.equal(a, b) for a, b in zip(before, tensors(args), strict=True))
 
 
+@every_sample
+def test_a_declared_cost_is_a_floor_that_no_call_beats(op, name):
+    """Inputs read once and outputs written once are the most that it may count."""
+    sample = sample_of(op, name, CPU)
+    args = op.bind(sample.args, sample.kwargs)
+    cost = op.cost_of(args)
+    if cost is None:
+        pytest.skip("declares none")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args]
+        out = tensors(op._call(op.packet, fake))
+    total = sum(x.numel() * x.element_size() for x in (*tensors(args), *out))
+    assert 0 <= cost.bytes <= total
+    assert cost.flops >= 0
+    assert cost.unit in ("fp32", "bf16")
+
+
 # ---- the wrong call ----------------------------------------------------------------------------------------------
 
 

@@ -182,6 +182,16 @@ def test_what_is_done_is_kept_when_interrupted(clock, gpu):
     assert said[-1] == "interrupted: what is done is written"
 
 
+def test_a_case_that_cannot_be_made_is_a_row_that_says_so_and_the_next_is_measured(clock, gpu):
+    def too_large(device):
+        raise MemoryError("no room")
+
+    kept = []
+    assert run([Case("rms_norm", "huge", too_large), case_of()], gpu, quiet(), lambda case, row: kept.append(row))
+    assert kept[0] == {"case": "huge", "op": "rms_norm", "by": {}, "failed": {"prequal": "MemoryError: no room"}}
+    assert "prequal" in kept[1]["by"]
+
+
 def test_no_case_is_started_after_the_budget(clock, gpu):
     kept = []
     answers = iter([True, False])
@@ -236,6 +246,9 @@ def test_another_neighbour_at_the_same_distance_is_right_and_a_far_one_is_wrong(
     first = prequal.knn(*doubled)
     assert nearest_enough(first[1] + len(r), first, doubled) is None
     assert "are not the nearest" in nearest_enough((want[1] + 1) % 80, want, (q, r, 4))
+    q, r = 64 + q, 64 + r  # far from zero, half precision cannot tell them apart
+    in_half = (q[:, None].half() - r.half()).square().sum(-1).topk(4, largest=False).indices
+    assert "are not the nearest" in nearest_enough(in_half, prequal.knn(q, r, 4), (q, r, 4))
     assert "outside" in nearest_enough(want[1] - 80, want, (q, r, 4))
     assert "shape" in nearest_enough(want[1][:, :2], want, (q, r, 4))
 

@@ -11,6 +11,7 @@ from scipy.spatial import cKDTree
 
 import prequal
 from prequal.ops.knn import KINDS, cloud
+from prequal.registry import Cost
 
 
 def brute(queries, references, k):
@@ -193,3 +194,12 @@ def test_a_large_cloud_agrees_with_the_reference_bit_for_bit(cuda, kind):
     got = prequal.knn(queries, references, 8)
     assert prequal.knn.op.contract.compare(got, prequal.knn.op.reference(queries, references, 8)) is None
     assert prequal.stats()["knn"][str(cuda)]["fast"] == 1
+
+
+def test_the_declared_cost_is_both_clouds_and_the_answer_once():
+    q, r = torch.ones(6, 3), torch.ones(10, 3)
+    assert prequal.knn.op.cost_of((q, r, 2)) == Cost(12 * 16 + 6 * 2 * 12)
+    assert prequal.knn.op.cost_of((q.double(), r.double(), 2)) == Cost(24 * 16 + 6 * 2 * 16)
+    labels = torch.ones(10, 5, dtype=torch.int16)
+    assert prequal.knn_gather.op.cost_of((q, r, labels)) == Cost(12 * 16 + 10 * 12)
+    assert prequal.knn_gather.op.cost_of((r, q, labels[:6])) == Cost(12 * 16 + 10 * (6 + 10))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import prequal
+from prequal.registry import Cost
 
 
 def test_fp64_agrees_with_numpy(device):
@@ -71,3 +72,10 @@ def test_rows_past_two_to_the_31_elements_are_reached(cuda):
 def test_more_rows_than_a_grid_of_short_ones_has_blocks(cuda):
     x = torch.randn(1_000_003, 8, device=cuda, dtype=torch.float16)
     assert prequal.rms_norm.op.contract.compare(prequal.rms_norm(x), prequal.rms_norm.op.reference(x)) is None
+
+
+def test_the_declared_cost_is_what_is_read_and_written():
+    x, weight = torch.ones(6, 10, dtype=torch.bfloat16), torch.ones(10)
+    op = prequal.rms_norm.op
+    assert op.cost_of(op.bind((x,))) == Cost(2 * 120, 180)
+    assert op.cost_of(op.bind((x, weight))) == Cost(2 * 120 + 40, 240)

@@ -235,7 +235,9 @@ def run(
     say: Say = silent,
     may_go_on: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Measure them all, handing over each row as it is made. False where it was stopped: by Ctrl-C or by the budget."""
+    """Measure them all, handing over each row as it is made; a case that fails is a row that says so.
+
+    False where it was stopped, by Ctrl-C or by the budget."""
     cases = list(cases)
     try:
         for number, case in enumerate(cases, 1):
@@ -243,7 +245,12 @@ def run(
                 say(f"budget spent: {len(cases) - number + 1} cases not measured")
                 return False
             say(f"[{number}/{len(cases)}] {case.op}: {case.name}")
-            keep(case, measure(case, device, options, say))
+            try:
+                row = measure(case, device, options, say)
+            except Exception as error:  # out of memory, a device that is gone: what was measured before must be written
+                row = {"case": case.name, "op": case.op, "by": {}, "failed": {"prequal": _short(error)}}
+                say(f"  FAILED, not timed: {_short(error)}")
+            keep(case, row)
     except KeyboardInterrupt:
         say("interrupted: what is done is written")
         return False

@@ -45,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--results", metavar="DIR", default="benchmarks/results", help="where the committed evidence lies, for --check"
     )
     parser.add_argument(
-        "--from", metavar="FILE", dest="source", help="measure nothing: take what --json or --out wrote"
+        "--from",
+        metavar="FILE",
+        dest="source",
+        help="measure nothing: take what --json or --out wrote, a file or a folder",
     )
 
 
@@ -69,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             raise InputError("--results", "the folder of the committed evidence", args.results)
         session = Session(args, chosen)
         return session.run()
-    except (InputError, UnknownOpError, ValueError) as error:
+    except (InputError, UnknownOpError) as error:
         note(f"prequal bench: {error}")
         return 2
 
@@ -293,6 +296,8 @@ def _import_ms() -> float:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
+    if path.is_dir():
+        return [record for file in sorted(path.glob("*.json")) for record in _read(file)]
     from prequal.bench import evidence
 
     try:

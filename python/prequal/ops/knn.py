@@ -1,5 +1,7 @@
 """Exact k nearest neighbours of points in space."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -291,8 +293,8 @@ def _(queries, references, k):
 @knn_gather.cost
 def _(queries, references, values):
     n, m, size = queries.shape[0], references.shape[0], queries.element_size()
-    row = values[0].numel() * values.element_size() if m else 0
-    return Cost(3 * size * (n + m) + 2 * n * row)
+    row = math.prod(values.shape[1:]) * values.element_size()
+    return Cost(3 * size * (n + m) + (min(n, m) + n) * row)  # several queries may ask for one row
 
 
 @knn.bad_calls

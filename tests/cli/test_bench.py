@@ -1,0 +1,193 @@
+"""`prequal bench`: what it measures, writes, prints and checks, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import pytest
+
+from prequal.bench import evidence, runner
+from prequal.bench.device import Host
+from prequal.cli import bench, main
+
+sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent.parent / "bench")]  # making_evidence
+
+
+@pytest.fixture(autouse=True)
+def ticking(monkeypatch):
+    """A clock that moves 30 us at every look, and no second process to time an import in."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 30e-6
+        return now[0]
+
+    monkeypatch.setattr(bench, "_device", lambda args: Host(clock))
+    monkeypatch.setattr(bench, "_import_ms", lambda: 12.5)
+
+
+def run(*words: str) -> int:
+    return main(["bench", "--device", "cpu", "--runs", "5", *words])
+
+
+def test_it_measures_writes_and_prints(tmp_path, capsys):
+    out = tmp_path / "all.json"
+    assert run("--ops", "rms_norm,knn", "--json", str(out), "--out", str(tmp_path / "evidence")) == 0
+    printed = capsys.readouterr()
+    assert "rms_norm: sample quick" in printed.out
+    assert "[1/3] rms_norm: sample quick" in printed.err
+    records = json.loads(out.read_text())["records"]
+    assert [record["basename"] for record in records] == ["rms_norm", "knn"]
+    for record in records:
+        assert evidence.problems(record) == []
+        assert evidence.load(tmp_path / "evidence" / f"{record['basename']}.json") == record
+        assert (record["gpu"], record["gpu_tests"], record["complete"]) == ("CPU", "not run", True)
+    assert records[0]["rows"][0]["by"]["prequal"]["device_us"]["median"] == 30.0
+    assert records[0]["command"] == "prequal bench --ops rms_norm --device cpu --runs 5"
+    assert records[1]["peers_installed"].keys() >= {"torch_cluster", "torchbvh", "torch_kdtree", "cupyx"}
+
+
+def test_results_alone_go_to_stdout(capsys):
+    assert run("--ops", "rms_norm", "--json", "-") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["records"][0]["basename"] == "rms_norm"
+
+
+def test_absent_peers_are_printed(capsys):
+    assert run("--ops", "knn") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "torchbvh" in line and "absent" in line and "not installed" in line]
+
+
+def test_ctrl_c_writes_what_is_done(tmp_path, monkeypatch, capsys):
+    real, calls = runner.measure, []
+
+    def second_is_interrupted(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(runner, "measure", second_is_interrupted)
+    assert run("--ops", "knn", "--out", str(tmp_path)) == 130
+    record = evidence.load(tmp_path / "knn.json")
+    assert (len(record["rows"]), record["complete"]) == (1, False)
+    assert "interrupted: what is done is written" in capsys.readouterr().err
+
+
+def test_the_budget_stops_before_the_next_case(tmp_path, capsys):
+    assert run("--ops", "knn", "--budget", "0", "--out", str(tmp_path)) == 3
+    assert list(tmp_path.iterdir()) == []
+    assert "budget spent: 2 cases not measured" in capsys.readouterr().err
+
+
+def test_a_wrong_answer_of_ours_is_exit_code_1(monkeypatch, capsys):
+    from prequal.registry import OPS
+
+    op = OPS["rms_norm"]
+    monkeypatch.setattr(op, "function", lambda *args: op.reference(*args) + 1)
+    assert run("--ops", "rms_norm") == 1
+    assert "prequal: WRONG, not timed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--ops", "rmsnorm"], "did you mean rms_norm"),
+        (["--ops", ","], "--ops: expected names"),
+        (["--runs", "0"], "--runs: expected at least 1"),
+        (["--json", "no/such/folder/x.json"], "--json: expected a file in a folder that exists"),
+        (["--check", "--results", "no/such/folder"], "--results: expected the folder"),
+        (["--from", "no_such_file.json"], "--from: expected a JSON file"),
+    ],
+)
+def test_wrong_use_is_exit_code_2_with_why(words, says, capsys):
+    assert run(*words) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "_no_gpu", lambda args: "this torch is built without CUDA")
+    assert main(["bench", "--ops", "rms_norm"]) == 2
+    assert "expected a GPU that this process can use, got this torch is built without CUDA" in capsys.readouterr().err
+
+
+# ---- --check ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def committed(tmp_path, monkeypatch):
+    """A folder with evidence of these very sources, made up."""
+    from making_evidence import record
+
+    monkeypatch.setattr(bench, "_digests", lambda: {"rms_norm": "a" * 64})
+    monkeypatch.setattr(bench, "_no_gpu", lambda args: "no GPU here")
+    evidence.write(tmp_path / "results/h200/rms_norm.json", record())
+    return tmp_path
+
+
+def check(folder, *words: str) -> int:
+    return main(["bench", "--ops", "rms_norm", "--check", "--results", str(folder / "results"), *words])
+
+
+def test_check_without_a_gpu_tells_stale_and_missing(committed, monkeypatch, capsys):
+    assert check(committed) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "the committed evidence holds\n"
+    assert "what regressed is not looked at" in printed.err
+    monkeypatch.setattr(bench, "_digests", lambda: {"rms_norm": "b" * 64})
+    assert check(committed) == 1
+    assert capsys.readouterr().out.startswith("stale: rms_norm: measured on other sources")
+    (committed / "results/h200/rms_norm.json").unlink()
+    assert check(committed) == 1
+    assert capsys.readouterr().out.startswith("missing: rms_norm")
+
+
+def test_check_tells_what_regressed_since(committed, capsys):
+    from making_evidence import record, row
+
+    def measured(ours: float) -> str:
+        path = committed / "now.json"
+        rows = [row("bfloat16 [16384, 4096]", ours)]
+        evidence.write(path, {"schema": 1, "records": [record(rows)]})
+        return str(path)
+
+    assert check(committed, "--from", measured(71.0)) == 0
+    assert check(committed, "--from", measured(60.0)) == 0
+    assert "faster: rms_norm" in capsys.readouterr().out
+    assert check(committed, "--from", measured(80.0)) == 1
+    printed = capsys.readouterr().out
+    assert "regressed: rms_norm, bfloat16 [16384, 4096]: 70.0 us" in printed
+    assert printed.endswith("1 to see to\n")
+
+
+def test_a_quick_run_does_not_miss_the_cases_of_the_full_one(committed, capsys):
+    from making_evidence import record, row
+
+    full = record([row("bfloat16 [16384, 4096]"), row("another")])
+    evidence.write(committed / "results/h200/rms_norm.json", full)
+    evidence.write(committed / "now.json", record([row("another")], shapes="quick"))
+    assert check(committed, "--from", str(committed / "now.json")) == 0
+
+
+def test_charts_are_drawn_from_what_was_measured_before(committed, capsys):
+    pytest.importorskip("matplotlib")
+    source = committed / "results/h200/rms_norm.json"
+    for place in (source, source.parent):
+        assert main(["bench", "--from", str(place), "--charts", str(committed / "charts")]) == 0
+    assert (committed / "charts" / "scorecard.svg").exists()
+    assert "drew" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_run_on_the_gpu_is_evidence(tmp_path, cuda, monkeypatch):
+    from prequal.bench.device import Cuda
+
+    monkeypatch.setattr(bench, "_device", lambda args: Cuda())
+    words = ["--ops", "knn_gather", "--runs", "20", "--no-compile", "--no-peers", "--gpu-tests", "passed"]
+    assert main(["bench", *words, "--out", str(tmp_path)]) == 0
+    record = evidence.load(tmp_path / "knn.json")
+    assert record["gpu_tests"] == "passed"
+    assert record["rows"][0]["by"]["prequal"]["path"] == "fast"
