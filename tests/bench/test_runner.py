@@ -149,7 +149,8 @@ def test_only_the_first_rows_are_compared_where_the_reference_cannot_do_all(cloc
 
 
 @pytest.mark.parametrize(
-    ("cache", "copies", "cold"), [(0, 1, False), (63, 1, True), (64, 1, True), (256, 4, True), (2000, 1, False)]
+    ("cache", "copies", "cold"),
+    [(0, 1, False), (63, 1, True), (64, 1, True), (100, 2, True), (256, 4, True), (2000, 1, False)],
 )
 def test_buffers_are_rotated_where_that_makes_a_graph_cold_and_the_row_says_which(cache, copies, cold):
     args = (torch.ones(4, 8), None, 1e-6)  # 128 bytes
