@@ -93,7 +93,7 @@ def rms_norm_rows(quick: bool) -> Rows:
 
 
 def clouds(data: pathlib.Path | None) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(distribution, 100,000 queries, 8,000 references), the article's size."""
+    """(distribution, 100,000 queries, 8,000 references), the size of a label transfer on a mesh."""
     generator = torch.Generator().manual_seed(0)
     n, m = 100_000, 8_000
 
