@@ -228,27 +228,27 @@ def knn_gather(queries: Tensor, references: Tensor, values: Tensor) -> Tensor:
     Source: as `knn`.
     """
     nearest = knn.op.reference(queries, references, 1)[1][:, 0]
-    if references.shape[0] == 0:
-        rows = values.new_zeros((queries.shape[0], *values.shape[1:]))
-    else:
-        rows = values[nearest.clamp(min=0)]
     missing = (nearest < 0).view(-1, *(1 for _ in values.shape[1:]))
-    return without_value(rows, missing).contiguous()
+    # torch indexes some dtypes (unsigned ones, fp8) on no GPU; their bits it does
+    as_bits = values.dtype not in (*DIFFERENTIABLE, torch.bool) and not values.is_complex()
+    source = values.view(SAME_WIDTH[values.itemsize]) if as_bits else values
+    if references.shape[0] == 0:
+        rows = source.new_zeros((queries.shape[0], *values.shape[1:]))
+    else:
+        rows = source[nearest.clamp(min=0)]
+    rows = rows.masked_fill(missing, no_value(values.dtype)).contiguous()
+    return rows.view(values.dtype) if as_bits else rows
 
 
 SAME_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DIFFERENTIABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def without_value(rows, missing):
-    """Put what no label looks like where there is no neighbour: NaN, False, or every bit set (-1, or the largest)."""
-    if rows.dtype.is_complex:
-        return rows.masked_fill(missing, complex("nan+nanj"))
-    if rows.dtype in DIFFERENTIABLE:
-        return rows.masked_fill(missing, float("nan"))
-    if rows.dtype == torch.bool:
-        return rows.masked_fill(missing, False)
-    return rows.view(SAME_WIDTH[rows.itemsize]).masked_fill(missing, -1).view(rows.dtype)
+def no_value(dtype):
+    """What no label looks like: NaN, False, or every bit set (-1, the largest unsigned number, fp8's NaN)."""
+    if dtype.is_complex:
+        return complex("nan+nanj")
+    return float("nan") if dtype in DIFFERENTIABLE else False if dtype == torch.bool else -1
 
 
 @knn_gather.check
