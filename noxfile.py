@@ -63,10 +63,12 @@ def demo(session: nox.Session) -> None:
     session.install(TORCH)
     wheel = build_wheel(session, pathlib.Path(session.create_tmp()).resolve() / "dist")
     session.install(f"{wheel}[mesh]")
+    given = [str(pathlib.Path(word).resolve()) if os.path.exists(word) else word for word in session.posargs]
     session.chdir(out)
     session.run("python", "-m", "prequal", "doctor", success_codes=[0, 1])  # 1: the reference answers, as it must here
-    mesh = session.posargs or ["demo:knot"]
-    session.run("prequal", "transfer-labels", *mesh, "--out", "labelled.ply", "--view", "picture.png")
+    session.run(
+        "prequal", "transfer-labels", *(given or ["demo:knot"]), "--out", "labelled.ply", "--view", "picture.png"
+    )
     session.log(f"look at {out / 'picture.png'}")
 
 

@@ -39,7 +39,7 @@ if ! "$tools/bin/python" -c "" 2> /dev/null; then
   "$python" -m venv "$tools"
 fi
 "$tools/bin/python" -m pip install -q "pip>=25.1" # the first that knows --group
-"$tools/bin/python" -m pip install -q --group pyproject.toml:wheels
+"$tools/bin/python" -m pip install -q --group pyproject.toml:wheels --group pyproject.toml:audit
 export PATH=$repository/$tools/bin:$PATH
 
 # A copy of the checkout, since cibuildwheel copies its folder whole, ignored ones and this one's caches included.
@@ -129,6 +129,7 @@ fi
 say "audit"
 for wheel in "$out"/prequal-*.whl; do auditwheel show "$wheel"; done
 for wheel in "$out"/prequal-*-abi3-*.whl; do abi3audit --strict --summary "$wheel"; done
+for wheel in "$out"/prequal-*.whl; do "$tools/bin/python" ci/audit_wheel.py "$wheel"; done
 if [ "$engine" != none ]; then "$tools/bin/python" ci/matrix.py check-wheel --allow-dirty "$out"/prequal-*.whl; fi
 (cd "$out" && sha256sum prequal-*.whl && ls -l prequal-*.whl)
 say "built by: $how"

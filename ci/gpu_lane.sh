@@ -1,7 +1,7 @@
 #!/bin/bash
 # The GPU lane, on any machine with an NVIDIA GPU and PyTorch: install, doctor, GPU tests, sanitizer, benchmark, evidence.
 #
-#   ci/gpu_lane.sh [--wheel FILE] [--out DIR] [--archs "90"] [--ptx 80] [--steps test,sanitize,demo,qualify,bench] [--quick]
+#   ci/gpu_lane.sh [--wheel FILE] [--out DIR] [--archs "90"] [--ptx 80] [--steps test,sanitize,demo,qualify,bench] [--quick] [--ops knn,rms_norm]
 #
 # Without --wheel it builds from source with the machine's own toolkit (CUDACXX, or nvcc on PATH) and the build tools of
 # its Python. --ptx NN builds the test-only variant that runs the code of another architecture on this GPU; never shipped.
@@ -9,7 +9,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-wheel="" out="gpu-lane" archs="" ptx="" steps="test,sanitize,demo,qualify,bench" quick=""
+wheel="" out="gpu-lane" archs="" ptx="" steps="test,sanitize,demo,qualify,bench" quick="" ops=""
 while [ $# -gt 0 ]; do
   case "$1" in
     --wheel) wheel=$2; shift 2 ;;
@@ -18,6 +18,7 @@ while [ $# -gt 0 ]; do
     --ptx) ptx=$2; shift 2 ;;
     --steps) steps=$2; shift 2 ;;
     --quick) quick=--quick; shift ;;
+    --ops) ops=$2; shift 2 ;;
     *) echo "gpu_lane.sh: unknown option $1" >&2; exit 2 ;;
   esac
 done
@@ -50,6 +51,13 @@ if wants test; then
   echo "== tests"
   if "$python" -m pytest -q -p no:cacheprovider -m gpu --ignore packaging . --junitxml "$out/gpu-tests.xml"; then tests=passed; else tests=failed failed+=(test); fi
 fi
+"$python" - "$tests" > "$out/gpu-tests.json" << 'PY'
+import json, sys, torch
+from prequal import runtime_state as state
+
+digests = {name: op.digest for name, op in state.gate.host.manifest.ops.items()}
+print(json.dumps({"outcome": sys.argv[1], "gpu": torch.cuda.get_device_name(), "digests": digests}))
+PY
 if wants sanitize && command -v compute-sanitizer > /dev/null; then
   for tool in memcheck racecheck; do
     echo "== compute-sanitizer $tool"
@@ -71,7 +79,7 @@ if wants qualify; then
 fi
 if wants bench; then
   echo "== benchmark"
-  "$python" ../benchmarks/run.py --out "$out" --gpu-tests "$tests" $quick || failed+=(bench)
+  "$python" ../benchmarks/run.py --out "$out" --gpu-tests "$tests" $quick ${ops:+--ops "$ops"} || failed+=(bench)
 fi
 
 if [ ${#failed[@]} -gt 0 ]; then

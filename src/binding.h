@@ -160,7 +160,10 @@ nb::object run(OpState& op, const std::array<const char*, sizeof...(A)>& argumen
   try {
     if (!torch().tensor_type) return not_here("not_attached");
     // functorch needs no question: its tensors have no memory, and are found out ("foreign") when they are looked at
-    if (!call.admitted && PyLong_AsLong(invoke(torch().dispatch_modes).ptr()) != 0) return not_here("mode");
+    if (!call.admitted) {
+      if (PyLong_AsLong(invoke(torch().dispatch_modes).ptr()) != 0) return not_here("mode");
+      if (forward_level_open()) return not_here("forward");
+    }
     std::tuple<Bare<A>...> arguments{FromPython<Bare<A>>::convert(objects[I], argument_names[I], call)...};
     device = device_of(arguments, call, argument_names.data(), each);
     if (device == Tensor::cpu) return not_here("cpu");

@@ -29,6 +29,7 @@ void attach(nb::handle module, nb::handle dispatch_modes, nb::object current_str
   torch_side.parameter_type =
       reinterpret_cast<PyTypeObject*>(nb::object(module.attr("nn").attr("Parameter")).release().ptr());
   torch_side.dispatch_modes = dispatch_modes.inc_ref().ptr();
+  torch_side.forward_ad = nb::object(module.attr("autograd").attr("forward_ad").attr("__dict__")).release().ptr();
   const nb::object tensor_type = module.attr("Tensor");
   torch_side.is_neg = nb::object(tensor_type.attr("is_neg")).release().ptr();
   torch_side.requires_grad = nb::object(tensor_type.attr("requires_grad")).release().ptr();

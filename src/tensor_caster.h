@@ -32,6 +32,7 @@ struct Torch {
   PyObject* requires_grad = nullptr;   // Tensor.requires_grad, the descriptor
   descrgetfunc get_requires_grad = nullptr;
   PyObject* grad_enabled = nullptr;    // () -> bool
+  PyObject* forward_ad = nullptr;      // the dict of torch.autograd.forward_ad
   PyObject* current_stream = nullptr;  // (int) -> int, for torch < 2.10
   PyObject* out_of_memory = nullptr;   // exception type
   PyObject* dtypes[static_cast<int>(DType::other)] = {};
@@ -55,6 +56,7 @@ struct Names {
   PyObject* is_meta = PyUnicode_InternFromString("is_meta");
   PyObject* get_device = PyUnicode_InternFromString("get_device");
   PyObject* element_size = PyUnicode_InternFromString("element_size");
+  PyObject* current_level = PyUnicode_InternFromString("_current_level");
 };
 
 inline const Names& names() {
@@ -170,6 +172,12 @@ inline Tensor view_by_attributes(PyObject* object) {
     to.stride[dim] = nb::cast<int64_t>(stride[dim]);
   }
   return to;
+}
+
+// True inside torch.autograd.forward_ad.dual_level(): a tensor may then carry a tangent that requires_grad does not show.
+inline bool forward_level_open() {
+  PyObject* level = PyDict_GetItem(torch().forward_ad, names().current_level);  // borrowed
+  return level && PyLong_AsLong(level) >= 0;
 }
 
 // Both through the descriptors that were looked up once: on the hot path a lookup costs as much as the question.

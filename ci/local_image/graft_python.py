@@ -16,7 +16,7 @@ import subprocess
 import sys
 
 HOST = pathlib.PurePosixPath("/opt/python/host")
-# What extension modules and wheels link. The interpreter is made to need them all: a library with a run path of its own,
+# What extension modules and wheels link. The interpreter is made to need them all: a library with its own run path,
 # as torch's have, does not look where the interpreter does, and would mix the old system's libdl with the new libc.
 PRELOADED = [
     "libdl.so.2",

@@ -5,6 +5,8 @@ counted, with a reason (`prequal.stats()`, `python -m prequal doctor`).
 """
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from .errors import FallbackError as FallbackError
@@ -35,9 +37,13 @@ if TYPE_CHECKING:
 try:
     from .api import *
     from .ops import *
-except ImportError as _error:
-    # `python -m prequal doctor` must still start, to say what is wrong; everything else raises at its first use.
-    if TYPE_CHECKING:
+except (ImportError, ValueError) as _error:
+    # The command must still start, to say what is wrong. Without torch everything else raises at its first use; a wrong
+    # PREQUAL_ variable raises here, since a program that meant to switch something must not run as if it had not.
+    _is_command = (sys.argv[:1] == ["-m"] and "prequal" in sys.orig_argv) or (
+        os.path.basename(sys.argv[0] if sys.argv else "") == "prequal"
+    )
+    if TYPE_CHECKING or not (_is_command or isinstance(_error, ImportError)):
         raise
     _cause = _error
 

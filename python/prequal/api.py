@@ -10,7 +10,7 @@ import torch
 
 from . import ops as _ops  # noqa: F401  the flags below are checked against the ops that exist
 from . import runtime_state as _state
-from .registry import Sample, find
+from .registry import OpFunction, Sample, find
 from .runtime.gate import Verdict
 from .runtime.reasons import unsupported
 
@@ -50,13 +50,13 @@ reset_stats = _state.telemetry.reset
 set_policy = _state.gate.set_policy
 
 
-def explain(op: str, *args: Any, device: torch.device | str | None = None, **kwargs: Any) -> Verdict:
+def explain(op: str | OpFunction, *args: Any, device: torch.device | str | None = None, **kwargs: Any) -> Verdict:
     """Which path would serve, and why, without running it.
 
     Args:
-        op: the op's name.
-        args, kwargs: a call's arguments; with them, the kernel's needs are looked at too.
-        device: where no arguments are given; default: the current CUDA device if there is one, else the CPU.
+        op: the op's name, or its public function.
+        args, kwargs: a call's arguments; with them, the kernel's needs are looked at too, where the tensors are.
+        device: for a look without arguments; default: the current CUDA device if there is one, else the CPU.
 
     Raises:
         UnknownOpError: no such op. TypeError, ValueError: the arguments are not a right call of it.
@@ -68,18 +68,31 @@ def explain(op: str, *args: Any, device: torch.device | str | None = None, **kwa
         where = found.device_of(bound)
     else:
         where = torch.device(device) if device is not None else _default_device()
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected cpu or cuda, got {where.type}")
     verdict = _state.gate.verdict(found, _index(where), may_run=False)
     if bound is not None and verdict.path == "fast" and (need := found.unmet_need(bound)):
-        return Verdict(op, verdict.device, "reference", unsupported(need.name), f"the kernel needs {need.text}")
+        return Verdict(found.name, verdict.device, "reference", unsupported(need.name), f"the kernel needs {need.text}")
     return verdict
 
 
-def fingerprint(device: int | None = None) -> Fingerprint:
-    """What results depend on here. Without a device no CUDA call is made; with one, CUDA is asked about it."""
+def fingerprint(device: torch.device | str | int | None = None) -> Fingerprint:
+    """What results depend on here. Without a device no CUDA call is made; with one, CUDA is asked about it.
+
+    Raises:
+        ValueError: no such CUDA device here.
+    """
+    from .runtime import qualify as _qualify
     from .runtime.fingerprint import TorchProbe
 
     found = _state.fingerprint()
-    return found if device is None else found.with_device(TorchProbe(device))
+    if device is None:
+        return found
+    host = _state.gate.host
+    if problem := host.cuda_problem():
+        raise ValueError(f"device: expected a CUDA device of this process, got {device}; {problem}")
+    (index,) = _qualify.chosen_devices(host.devices(), device)
+    return found.with_device(TorchProbe(index))
 
 
 def qualify(

@@ -16,6 +16,9 @@ class FallbackError(RuntimeError):
             f"{op} on {device}: the fast path does not serve: {reason}{tail}; strict mode allows no fallback"
         )
 
+    def __reduce__(self) -> tuple[type[FallbackError], tuple[str, str, str, str]]:
+        return type(self), (self.op, self.device, self.reason, self.detail)
+
 
 class LockError(ValueError):
     """A qualification lock that cannot be read or believed. The gate stays closed."""
@@ -26,9 +29,13 @@ class UnknownOpError(ValueError):
 
     def __init__(self, where: str, name: str, known: Iterable[str]) -> None:
         known = sorted(known)
+        self._said = where, name, known
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known)}"
         super().__init__(f"{where}: expected the name of an op or 'all', got {name!r}; {hint}")
+
+    def __reduce__(self) -> tuple[type[UnknownOpError], tuple[str, str, list[str]]]:
+        return type(self), self._said
 
 
 class ReplacementError(AssertionError):

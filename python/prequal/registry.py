@@ -8,6 +8,8 @@ Whatever the native side does not answer is answered by the reference, counted, 
 from __future__ import annotations
 
 import inspect
+import sys
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -18,15 +20,16 @@ from torch import Tensor
 from . import runtime_state as state
 from .constraints import Need
 from .contracts import Contract, Mismatch
-from .errors import FallbackError
+from .errors import FallbackError, UnknownOpError
 from .runtime.reasons import Reason, unsupported
 
 NAMESPACE = "prequal"
+_DIFFERENTIATES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 OPS: dict[str, Op] = {}
 
 # Answers of the native side that mean "not by this road", as opposed to "not by this kernel".
-_OTHER_ROADS = frozenset({"mode", "subclass", "grad", "foreign", "not_attached"})
+_OTHER_ROADS = frozenset({"mode", "forward", "subclass", "grad", "foreign", "not_attached"})
 
 
 @dataclass(frozen=True)
@@ -206,8 +209,17 @@ class Op:
         """Under torch.vmap: one call an element, each by the fast path where it can, then stacked."""
 
         def element(i: int) -> Any:
-            return self.packet(*(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True)))
+            return self.packet(*(x if dim is None else x.select(dim, i) for x, dim in _pairs(args, in_dims)))
 
+        if info.batch_size == 0:  # what one element would give says the shape
+            one = [
+                x if d is None else x.new_zeros([n for i, n in enumerate(x.shape) if i != d])
+                for x, d in _pairs(args, in_dims)
+            ]
+            outputs = self.packet(*one)
+            if isinstance(outputs, Tensor):
+                return outputs.new_empty((0, *outputs.shape)), 0
+            return tuple(x.new_empty((0, *x.shape)) for x in outputs), tuple(0 for _ in outputs)
         each = [element(i) for i in range(info.batch_size)]
         if isinstance(each[0], Tensor):
             return torch.stack(each), 0
@@ -256,8 +268,11 @@ class Op:
     def _make_function(self) -> OpFunction:
         """A function with the reference's own signature: no *args to bind, nothing for torch.compile to guess."""
         declared, passed, in_order = [], [], []
-        self._globals: dict[str, Any] = {
-            "__name__": self.reference.__module__,
+        # torch.compile looks globals up by importing the module of that name: the function needs one of its own.
+        home = types.ModuleType(f"prequal._calls.{self.name}")
+        sys.modules[home.__name__] = home
+        self._globals: dict[str, Any] = home.__dict__
+        self._globals |= {
             "is_tracing": torch.compiler.is_dynamo_compiling,  # other tracers are dispatch modes
             "packet": self.packet,
             "native": state.absent,
@@ -299,7 +314,11 @@ class Op:
 
     def _elsewhere(self, *args: Any) -> Any:
         """The native side did not answer this call: by another road, behind the gate, or by the reference."""
+        if not self.has_kernel:
+            return self.fall_back(args, unsupported("kernel"))
         why = state.why()
+        if why in _OTHER_ROADS and _is_transformed(args):
+            return self.fall_back(args, unsupported("transform"))
         if why in _OTHER_ROADS and _needs_dispatcher(args):
             return self._call(self.packet, args)
         if why in _OTHER_ROADS or why in ("gate", "cpu"):
@@ -378,6 +397,25 @@ class Op:
         return None if found is None else f"{sample.name}: {found}"
 
 
+def _pairs(args: Sequence[Any], in_dims: Sequence[int | None]) -> Iterable[tuple[Any, int | None]]:
+    return zip(args, in_dims, strict=True)
+
+
+def _is_transformed(args: Iterable[Any]) -> bool:
+    """Under torch.func's grad or jvp, or with a forward-mode tangent.
+
+    A custom op of torch's has no rule for these: it raises, or drops the tangent without a word. The reference is plain
+    torch and has them all.
+    """
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    if any(level.key() in _DIFFERENTIATES for level in stack):
+        return True
+    if torch.autograd.forward_ad._current_level < 0:
+        return False
+    unpack = torch.autograd.forward_ad.unpack_dual
+    return any(isinstance(x, Tensor) and x.is_floating_point() and unpack(x).tangent is not None for x in args)
+
+
 def _needs_dispatcher(args: Iterable[Any]) -> bool:
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
@@ -393,10 +431,13 @@ def _needs_dispatcher(args: Iterable[Any]) -> bool:
     )
 
 
-def find(name: str) -> Op:
-    """The op of this name; UnknownOpError with near matches where there is none."""
-    from .errors import UnknownOpError
-
+def find(name: str | OpFunction) -> Op:
+    """The op of this name, or of this public function; UnknownOpError with near matches where there is none."""
+    found = getattr(name, "op", None)
+    if isinstance(found, Op):
+        return found
+    if not isinstance(name, str):
+        raise TypeError(f"op: expected the name of an op, got {type(name).__name__}")
     if name not in OPS:
         raise UnknownOpError("op", name, OPS)
     return OPS[name]

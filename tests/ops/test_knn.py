@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy.spatial import cKDTree
 
 import prequal
+import prequal.bench.shapes.knn  # declares the costs
 from prequal.ops.knn import KINDS, cloud
 from prequal.registry import Cost
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import prequal
+import prequal.bench.shapes.rms_norm  # declares the cost
 from prequal.registry import Cost
 
 

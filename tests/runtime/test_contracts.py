@@ -440,7 +440,8 @@ def test_integers_are_equal_as_python_says(dtype, data):
         if found is not None:
             x, y = pairs[found.index[0]]
             assert (found.got, found.want) == (x, y)
-            assert float(abs(x - y)) == max(float(abs(p - q)) for p, q in pairs)
+            # the worst is found in float64, which rounds both numbers before it subtracts them: 2 half ulp of 2^64
+            assert abs(x - y) >= max(abs(p - q) for p, q in pairs) - 2**12
 
 
 @examples

@@ -123,6 +123,8 @@ def check_readable(path: Path, argument: str, expected: str) -> None:
     try:
         if path.is_dir():
             raise InputError(argument, expected, f"the folder {str(path)!r}")
+        if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
+            raise InputError(argument, expected, f"{str(path)!r}, which is no regular file")
         with path.open("rb"):
             pass
     except OSError as error:

@@ -1,13 +1,11 @@
 """Exact k nearest neighbours of points in space."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from prequal import constraints as c
 from prequal.contracts import Exact
-from prequal.registry import BadCall, Cost, Sample, op
+from prequal.registry import BadCall, Sample, op
 
 MAX_K = 32
 # The reference compares every query with every reference, this many pairs at a time (a pair takes about 20 bytes).
@@ -18,17 +16,17 @@ NOBODY = torch.iinfo(torch.int64).max
 def cloud(device, points, seed=0, kind="volume"):
     """Sample clouds: the density of a real one is never even."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.rand(points, 3, generator=generator)
+    x = torch.rand(points, 3, generator=generator, dtype=torch.float32)
     if kind == "surface":
         x = torch.nn.functional.normalize(x - 0.5, dim=1)
     elif kind == "clustered":
-        x = 1e-3 * x + 10.0 * torch.rand(20, 3, generator=generator)[torch.arange(points) % 20]
+        x = 1e-3 * x + 10.0 * torch.rand(20, 3, generator=generator, dtype=torch.float32)[torch.arange(points) % 20]
     elif kind == "duplicates":
         x = (4 * x).floor()
     elif kind == "one point":
         x = torch.full_like(x, 0.25)
     elif kind == "line":
-        x = x[:, :1] * torch.tensor([1.0, 2.0, 3.0])
+        x = x[:, :1] * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float32)
     elif kind == "outlier" and points:
         x[0] = 1e6
     elif kind == "far from zero":
@@ -62,7 +60,7 @@ def samples(device):
 
 
 def gather_samples(device):
-    points, queries = cloud(device, 503, 2), cloud(device, 257, 1)
+    points, queries, broken = cloud(device, 503, 2), cloud(device, 257, 1), cloud(device, 300, 5, "broken")
     generator = torch.Generator().manual_seed(0)
 
     def values(*shape, dtype=torch.int64):
@@ -76,24 +74,19 @@ def gather_samples(device):
     yield Sample("misaligned rows", (queries, points, values(503, 9, dtype=torch.int16)[:, 1:8]))
     yield Sample("column-major values", (queries, points, values(4, 503).t()))
     yield Sample("rows of nothing", (queries, points, values(503, 0)))
+    for dtype in (torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2):
+        yield Sample(f"{c.short(dtype)} labels", (broken, points, values(503).to(dtype)))
     yield Sample("complex values", (queries, points, values(503, dtype=torch.complex64)))
     yield Sample("no queries", (queries[:0], points, values(503)))
     for dtype in (torch.int64, torch.uint8, torch.bool, torch.float32):
         yield Sample(f"no references, {c.short(dtype)}", (queries, points[:0], values(0, 2, dtype=dtype)))
-    broken = cloud(device, 300, 5, "broken")
     yield Sample("broken points", (broken, broken.flip(0), values(300, dtype=torch.float32)))
     yield Sample("many references", (queries, cloud(device, 20011, 7, "surface"), values(20011)))
 
 
-def squared_distances(queries: Tensor, references: Tensor) -> Tensor:
-    """[N, M]: ((dx² + dy²) + dz²) of direct differences, each operation rounded once, as the kernel does."""
-    wide = torch.float64 if queries.dtype == torch.float64 else torch.float32
-
-    def square(axis):
-        difference = queries[:, axis, None].to(wide) - references[None, :, axis].to(wide)
-        return difference * difference
-
-    return (square(0) + square(1)) + square(2)
+def squared_length(dx: Tensor, dy: Tensor, dz: Tensor) -> Tensor:
+    """((dx² + dy²) + dz²), each operation rounded once, as the kernel does."""
+    return (dx * dx + dy * dy) + dz * dz
 
 
 @op(samples=samples, contract=Exact(ties="the lower reference index"))
@@ -126,36 +119,38 @@ def knn(queries: Tensor, references: Tensor, k: int = 1) -> tuple[Tensor, Tensor
     """
     n, m = queries.shape[0], references.shape[0]
     wide = torch.float64 if queries.dtype == torch.float64 else torch.float32
-    dist2 = torch.full((n, k), torch.inf, dtype=wide, device=queries.device)
-    idx = torch.full((n, k), -1, dtype=torch.int64, device=queries.device)
     found = min(k, m)
     if n == 0 or found == 0:
-        return dist2, idx
+        nothing = queries.new_zeros((n, k), dtype=wide)
+        return nothing + torch.inf, torch.full_like(nothing, -1, dtype=torch.int64)
 
-    broken_reference = ~torch.isfinite(references).all(dim=1)
-    broken_query = ~torch.isfinite(queries).all(dim=1)
-    column = torch.arange(m, device=queries.device)
+    q, r = queries.to(wide), references.to(wide)
     step = max(1, PAIRS_AT_A_TIME.get(queries.device.type, 1 << 20) // m)
-    for start in range(0, n, step):
-        rows = slice(start, start + step)
-        near = squared_distances(queries[rows], references)
-        if wide == torch.float32:
-            # One integer a pair: the bits of a non-negative float keep its order, and the index breaks the ties.
-            key = (near.view(torch.int32).to(torch.int64) << 32) | column
-            key = key.masked_fill_(broken_reference | broken_query[rows, None], NOBODY)
-            best = key.min(dim=1, keepdim=True).values if found == 1 else key.topk(found, largest=False).values
-            nobody = best == NOBODY
-            d = (best >> 32).to(torch.int32).view(torch.float32)
-            i = best & 0xFFFFFFFF
-        else:
-            # NaN sorts behind infinity; a stable sort keeps the lower index first
-            near = near.masked_fill(broken_reference | broken_query[rows, None], torch.nan)
-            d, i = near.sort(dim=1, stable=True)
-            d, i = d[:, :found], i[:, :found]
-            nobody = torch.isnan(d)
-        dist2[rows, :found] = torch.where(nobody, torch.inf, d)
-        idx[rows, :found] = torch.where(nobody, -1, i)
-    return dist2, idx
+    idx = torch.cat([nearest_indices(q[start : start + step], r, found) for start in range(0, n, step)])
+
+    # Again for the chosen ones: the same operations, so the same bits, and differentiable.
+    missing = idx < 0
+    difference = (q[:, None, :] - r[idx.clamp(min=0)]).masked_fill(missing[..., None], 0.0)
+    dist2 = squared_length(*difference.unbind(-1)).masked_fill(missing, torch.inf)
+    padding = (0, k - found)
+    pad = torch.nn.functional.pad
+    return pad(dist2, padding, value=torch.inf), pad(idx, padding, value=-1)
+
+
+def nearest_indices(q: Tensor, r: Tensor, found: int) -> Tensor:
+    """[N, found] int64: of float32 or float64 points, nearest first, ties to the lower index, -1 for nobody."""
+    q, r = q.detach(), r.detach()
+    near = squared_length(*(q[:, None, axis] - r[None, :, axis] for axis in range(3)))
+    broken = ~torch.isfinite(r).all(dim=1) | ~torch.isfinite(q).all(dim=1)[:, None]
+    if near.dtype == torch.float32:
+        # One integer a pair: the bits of a non-negative float keep its order, and the index breaks the ties.
+        column = torch.arange(r.shape[0], device=r.device)
+        key = ((near.view(torch.int32).to(torch.int64) << 32) | column).masked_fill(broken, NOBODY)
+        best = key.amin(dim=1, keepdim=True) if found == 1 else key.topk(found, largest=False).values
+        return (best & 0xFFFFFFFF).masked_fill(best == NOBODY, -1)
+    # NaN sorts behind infinity; a stable sort keeps the lower index first
+    values, idx = near.masked_fill(broken, torch.nan).sort(dim=1, stable=True)
+    return idx[:, :found].masked_fill(values[:, :found].isnan(), -1)
 
 
 @knn.check
@@ -233,23 +228,27 @@ def knn_gather(queries: Tensor, references: Tensor, values: Tensor) -> Tensor:
     Source: as `knn`.
     """
     nearest = knn.op.reference(queries, references, 1)[1][:, 0]
-    if references.shape[0] == 0:
-        rows = values.new_zeros((queries.shape[0], *values.shape[1:]))
-    else:
-        rows = values[nearest.clamp(min=0)]
     missing = (nearest < 0).view(-1, *(1 for _ in values.shape[1:]))
-    return rows.masked_fill(missing, no_value(values.dtype)).contiguous()
+    # torch indexes some dtypes (unsigned ones, fp8) on no GPU; their bits it does
+    as_bits = values.dtype not in (*DIFFERENTIABLE, torch.bool) and not values.is_complex()
+    source = values.view(SAME_WIDTH[values.itemsize]) if as_bits else values
+    if references.shape[0] == 0:
+        rows = source.new_zeros((queries.shape[0], *values.shape[1:]))
+    else:
+        rows = source[nearest.clamp(min=0)]
+    rows = rows.masked_fill(missing, no_value(values.dtype)).contiguous()
+    return rows.view(values.dtype) if as_bits else rows
+
+
+SAME_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+DIFFERENTIABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def no_value(dtype):
-    """What a row without a neighbour holds: no label looks like it."""
+    """What no label looks like: NaN, False, or every bit set (-1, the largest unsigned number, fp8's NaN)."""
     if dtype.is_complex:
         return complex("nan+nanj")
-    if dtype.is_floating_point:
-        return float("nan")
-    if dtype == torch.bool:
-        return False
-    return -1 if dtype.is_signed else torch.iinfo(dtype).max
+    return float("nan") if dtype in DIFFERENTIABLE else False if dtype == torch.bool else -1
 
 
 @knn_gather.check
@@ -280,21 +279,6 @@ VALUE_DTYPES = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 )
 knn_gather.kernel(needs=[*POINT_NEEDS, c.dtype_in("values", *VALUE_DTYPES), c.row_contiguous("values")])
-
-
-@knn.cost
-def _(queries, references, k):
-    # Both point sets once, a distance and an index a neighbour. No FLOPs: how many pairs must be looked at depends on
-    # the points, and the search of the reference (all of them) bounds nobody.
-    n, m, size = queries.shape[0], references.shape[0], queries.element_size()
-    return Cost(3 * size * (n + m) + n * k * (8 if size == 8 else 4) + 8 * n * k)
-
-
-@knn_gather.cost
-def _(queries, references, values):
-    n, m, size = queries.shape[0], references.shape[0], queries.element_size()
-    row = math.prod(values.shape[1:]) * values.element_size()
-    return Cost(3 * size * (n + m) + (min(n, m) + n) * row)  # several queries may ask for one row
 
 
 @knn.bad_calls

@@ -564,6 +564,16 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+@contextmanager
+def _default_dtype(torch: Any, dtype: Any) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 class TorchRunner:
     """CUDA through torch; `preload` is the native module's."""
 
@@ -583,6 +593,7 @@ class TorchRunner:
             # What the caller has set for its own code is none of the samples' business.
             torch.device("cpu"),
             torch.autocast("cuda", enabled=False),
+            _default_dtype(torch, torch.float32),
         ):
             stream = torch.cuda.Stream(target)
             stream.wait_stream(torch.cuda.current_stream(target))

@@ -25,6 +25,8 @@ BOUNDARY_NEEDS = {
     "dense": "a tensor without plain memory (sparse, or a subclass that hides it)",
     "negation": "a tensor with a pending negation (the imaginary part of a conjugate)",
     "rank": "more than 8 dimensions",
+    "transform": "under torch.func's grad or jvp, or with a forward-mode tangent: the reference has every rule",
+    "kernel": "an op that has no kernel",
 }
 
 

@@ -1,7 +1,8 @@
-"""knn and knn_gather: the article's size over the distributions that separate search structures, and growth."""
+"""knn and knn_gather: a label transfer over the distributions that tell search structures apart, and growth."""
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 from collections.abc import Iterator
@@ -11,9 +12,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import prequal
 from prequal.bench.cases import Case, Other, Peer
+from prequal.registry import Cost
 
-QUERIES, REFERENCES = 100_000, 8_000  # the article's size
+
+@prequal.knn.cost
+def _(queries, references, k):
+    # Both point sets once, a distance and an index a neighbour. No FLOPs: how many pairs must be looked at depends on
+    # the points, and the search of the reference (all of them) bounds nobody.
+    n, m, size = queries.shape[0], references.shape[0], queries.element_size()
+    return Cost(3 * size * (n + m) + n * k * (8 if size == 8 else 4) + 8 * n * k)
+
+
+@prequal.knn_gather.cost
+def _(queries, references, values):
+    n, m, size = queries.shape[0], references.shape[0], queries.element_size()
+    row = math.prod(values.shape[1:]) * values.element_size()
+    return Cost(3 * size * (n + m) + (min(n, m) + n) * row)  # several queries may ask for one row
+
+
+QUERIES, REFERENCES = 100_000, 8_000  # a mesh's vertices, labelled from a sample
 ROWS = 1024  # queries that are compared with the reference, which looks at every pair
 # (distribution, in the quick list)
 KINDS = (

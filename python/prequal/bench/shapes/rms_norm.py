@@ -13,6 +13,17 @@ from prequal import runtime_state as state
 from prequal.bench.cases import Case, Other, Peer
 from prequal.bench.device import Device, burst_us
 from prequal.contracts import Tolerance
+from prequal.registry import Cost
+
+
+@prequal.rms_norm.cost
+def _(x, weight, eps):
+    # x read, y written, the weight once; two multiplications and an addition a value, one more for the weight
+    bytes = 2 * x.numel() * x.element_size()
+    if weight is None:
+        return Cost(bytes, 3 * x.numel())
+    return Cost(bytes + weight.numel() * weight.element_size(), 4 * x.numel())
+
 
 # Others may round x * rsqrt to the dtype before the weight (the Llama order): one rounding more, so twice our bound and
 # a little; against an error of kind, not of rounding.
