@@ -158,7 +158,7 @@ def load_lock(
         targets = _qualify.chosen_devices(host.devices(), devices)
     else:
         targets = host.devices() if torch.cuda.is_initialized() else []
-    return _lock.load(path, _state.gate, _state.fingerprint, targets)
+    return _lock.load(path, _state.gate, _state.fingerprint_for_keys, targets)
 
 
 def _default_device() -> torch.device:

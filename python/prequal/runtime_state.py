@@ -166,6 +166,24 @@ def _forget_verdicts() -> None:
     gate.forget()
 
 
+_key_side: Fingerprint | None = None
+
+
+def fingerprint_for_keys() -> Fingerprint:
+    """Stage A as far as the key of a lock goes, which leaves the list of GPUs out: no NVML session where the kernel
+    module tells the driver's version. Always by this road where it is open, so that writer and reader agree."""
+    global _key_side
+    version = kernel_module_version()
+    if version is None:
+        return fingerprint()
+    if _key_side is None:
+        from .runtime.fingerprint import collect
+        from .runtime.nvml import KernelModule
+
+        _key_side = collect(KernelModule(version))
+    return _key_side
+
+
 telemetry = Telemetry(fast_calls)
 flags = Flags(
     known=lambda: native_ops.keys(),

@@ -87,5 +87,8 @@ for name, op in OPS.items():
     getattr(prequal, name)(*next(iter(op.samples(device))).args)
 assert all(row["fast"] for devices in prequal.stats().values() for row in devices.values()), prequal.stats()
 """
-    out = python(code, CUDA_DISABLE_PTX_JIT="1", CUDA_CACHE_PATH=str(tmp_path / "absent"), CUDA_CACHE_DISABLE="1")
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o555)
+    out = python(code, CUDA_DISABLE_PTX_JIT="1", CUDA_CACHE_PATH=str(cache))
     assert out.returncode == 0, out.stderr
+    assert list(cache.iterdir()) == []  # the mode stops nobody who is root

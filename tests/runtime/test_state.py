@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from prequal import runtime_state as state
+from prequal.runtime.fingerprint import collect
+from prequal.runtime.lock import key_of
+from prequal.runtime.nvml import Gpu, SystemNvml
 
 
 @pytest.mark.parametrize(
@@ -28,3 +31,31 @@ def test_the_kernel_modules_version_is_read_from_its_file(tmp_path, line, versio
 
 def test_without_the_file_nobody_says(tmp_path):
     assert state.kernel_module_version(str(tmp_path / "absent")) is None
+
+
+class Session:
+    """NVML as a machine of one GPU answers."""
+
+    def driver_version(self) -> str:
+        return "580.95.05"
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        return (Gpu(0, "GPU-1", "NVIDIA H200", (9, 0)),)
+
+
+def test_a_key_needs_no_nvml_session_where_the_kernel_module_tells_the_driver(monkeypatch):
+    def session(self: object, module: object = None) -> None:
+        raise AssertionError("a session was opened")
+
+    monkeypatch.setattr(state, "kernel_module_version", lambda: "580.95.05")
+    monkeypatch.setattr(state, "_key_side", None)
+    monkeypatch.setattr(SystemNvml, "__init__", session)
+    found = state.fingerprint_for_keys()
+    assert found.data["driver"] == {"version": "580.95.05", "problem": None}
+    assert state.fingerprint_for_keys() is found
+
+
+def test_a_key_made_without_a_session_is_the_key_made_with_one(monkeypatch):
+    monkeypatch.setattr(state, "kernel_module_version", lambda: "580.95.05")
+    monkeypatch.setattr(state, "_key_side", None)
+    assert key_of(state.fingerprint_for_keys()) == key_of(collect(Session()))

@@ -61,7 +61,7 @@ def explain(
         devices = state.gate.host.devices() if state.gate.host.native_problem() is None else []
 
         def key(device: int | None) -> Any:
-            return lock_file.key_of(state.fingerprint()) if device is None else lock_file.this_worker(device)
+            return lock_file.key_of(state.fingerprint_for_keys()) if device is None else lock_file.this_worker(device)
 
     moved = lock.moved(key(None))
     shown = []

@@ -59,7 +59,7 @@ def this_worker(device: int) -> Fingerprint:
     """The key of a device of this process. Asks CUDA about it."""
     from prequal import runtime_state
 
-    return key_of(runtime_state.fingerprint().with_device(TorchProbe(device)), device)
+    return key_of(runtime_state.fingerprint_for_keys().with_device(TorchProbe(device)), device)
 
 
 # ---- what a lock holds -----------------------------------------------------------------------------------------------

@@ -37,6 +37,19 @@ class Nvml(Protocol):
     def gpus(self) -> tuple[Gpu, ...]: ...
 
 
+class KernelModule:
+    """The driver's version where the kernel module told it, nothing of GPUs: for who asks for no more than that."""
+
+    def __init__(self, version: str) -> None:
+        self._version = version
+
+    def driver_version(self) -> str:
+        return self._version
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        raise NvmlError("not asked")
+
+
 class SystemNvml:
     """NVML of this machine through `nvidia-ml-py`; read once, in one init/shutdown, however often it is asked."""
 
