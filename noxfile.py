@@ -109,7 +109,8 @@ def reproducible(session: nox.Session) -> None:
 def lint(session: nox.Session) -> None:
     """ruff, mypy (strict on runtime/), clang-format; workflows by actionlint and zizmor; the build matrix."""
     session.install(TORCH)
-    session.install(*group("lint"), "numpy", "nvidia-ml-py")
+    extras = PROJECT["project"]["optional-dependencies"]  # what their classes are derived from must be known to mypy
+    session.install(*group("lint"), *extras["prometheus"], *extras["otel"], "numpy", "nvidia-ml-py")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
