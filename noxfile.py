@@ -118,6 +118,7 @@ def lint(session: nox.Session) -> None:
     session.run("clang-format", "--dry-run", "--Werror", *sources)
     session.run("python", "ci/matrix.py", "check")
     session.run("python", "ci/matrix.py", "docs", "--check")
+    session.run("python", "docs/make_tables.py", "--check")  # prints the evidence that is stale, too
     # actionlint and zizmor, and that either finds what it is there for
     pytest = ("python", "-m", "pytest", "-q", "--noconftest", "-c", os.devnull)
     session.run(*pytest, "tests/packaging/test_workflows.py")
