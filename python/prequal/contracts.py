@@ -8,6 +8,7 @@ places.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -195,7 +196,7 @@ def _unlike(output: int, got: Any, want: Any) -> Mismatch | None:
 # ---- the three -----------------------------------------------------------------------------------------------------
 
 
-class _EachOutput:
+class _EachOutput(ABC):
     """Output by output, a bounded piece at a time. What differs between contracts is `_bad` and `_rule`."""
 
     _show_bits = False
@@ -244,12 +245,13 @@ class _EachOutput:
             self._rule(want.dtype),
         )
 
+    @abstractmethod
     def _bad(self, got: Tensor, want: Tensor) -> Tensor:
         """[n], [n] of one dtype to [n] of bool."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _rule(self, dtype: torch.dtype) -> str:
-        raise NotImplementedError
+        """What was asked of values of this dtype, in words."""
 
 
 @dataclass(frozen=True)
