@@ -139,18 +139,18 @@ START = '100 execve("/usr/bin/python3", ["python3"], 0x7ffe /* 20 vars */) = 0\n
         ("100 socket(AF_INET, SOCK_STREAM|SOCK_CLOEXEC, IPPROTO_IP) = 3<TCP:[1]>", "socket AF_INET"),
         ("100 socket(AF_INET6, SOCK_DGRAM, IPPROTO_IP) = 3<UDPv6:[1]>", "socket AF_INET6"),
         (
-            '100 openat(AT_FDCWD</tmp/t>, "/home/somebody/.nv/index", O_RDWR|O_CREAT, 0600) = 3</home/somebody/.nv/index>',
-            "openat /home/somebody/.nv/index",
+            '100 openat(AT_FDCWD</tmp/t>, "/home/me/.nv/index", O_RDWR|O_CREAT, 0600) = 3</home/me/.nv/index>',
+            "openat /home/me/.nv/index",
         ),
         ('100 openat(AT_FDCWD</home/me>, "lock", O_WRONLY|O_CREAT <unfinished ...>', "openat /home/me/lock"),
         ('100 openat(7</home/me/.cache>, "lock", O_WRONLY) = 3</home/me/.cache/lock>', "openat /home/me/.cache/lock"),
         ('100 openat(AT_FDCWD</tmp/t>, "../escaped", O_WRONLY|O_CREAT, 0600) = 3', "openat /tmp/escaped"),
         (
-            '100 mkdir("/home/somebody/.cache/torch_extensions", 0777) = 0',
-            "mkdir /home/somebody/.cache/torch_extensions",
+            '100 mkdir("/home/me/.cache/torch_extensions", 0777) = 0',
+            "mkdir /home/me/.cache/torch_extensions",
         ),
-        ('100 rename("/tmp/t/a", "/home/somebody/b") = 0', "rename /home/somebody/b"),
-        ('100 unlink("/home/somebody/lock") = 0', "unlink /home/somebody/lock"),
+        ('100 rename("/tmp/t/a", "/home/me/b") = 0', "rename /home/me/b"),
+        ('100 unlink("/home/me/lock") = 0', "unlink /home/me/lock"),
     ],
 )
 def test_a_trace_with_this_line_is_caught(line, said):
