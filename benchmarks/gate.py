@@ -42,6 +42,15 @@ print(json.dumps({
 }))
 """
 
+# The gate and the counter alone, in a loop
+HOT_PATH = """
+import json, statistics, time
+from prequal import runtime_state as state
+calls = 1_000_000
+rounds = [state.native.time_gate(calls) / calls for _ in range(21)]
+print(json.dumps({"gate_and_counter_ns": round(1e9 * statistics.median(rounds), 2), "calls": calls, "rounds": 21}))
+"""
+
 FIRST_USE = """
 import json, time, torch, prequal
 x = torch.ones(2, 64, device="cuda")
@@ -68,6 +77,7 @@ def main() -> None:
             "qualify": measured(QUALIFY, lock),
             "from_lock": [measured(FROM_LOCK, lock) for _ in range(3)],
             "first_use": measured(FIRST_USE),
+            "hot_path": measured(HOT_PATH),
         }
     args.out.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))

@@ -48,6 +48,14 @@ inline State& state() {
   return all;
 }
 
+// What every call pays for being watched: two loads before the launch, one increment after it.
+inline bool serves(const OpState& op, int device) {
+  return state().scoped_flags.load(std::memory_order_relaxed) == 0 &&
+         op.gate[device].load(std::memory_order_relaxed) == Gate::open;
+}
+
+inline void count_served(OpState& op, int device) { op.fast_calls[device].fetch_add(1, std::memory_order_relaxed); }
+
 inline thread_local const char* why = "";
 
 // One shot: the next call on this thread skips route and gate. A trial (a qualification) is not counted as served.
@@ -168,15 +176,12 @@ nb::object run(OpState& op, const std::array<const char*, sizeof...(A)>& argumen
     device = device_of(arguments, call, argument_names.data(), each);
     if (device == Tensor::cpu) return not_here("cpu");
     if (device >= max_devices) return not_here("gate");
-    if (!call.admitted && (state().scoped_flags.load(std::memory_order_relaxed) != 0 ||
-                           op.gate[device].load(std::memory_order_relaxed) != Gate::open)) {
-      return not_here("gate");
-    }
+    if (!call.admitted && !serves(op, device)) return not_here("gate");
 
     DeviceGuard guard(device);
     const Context context{device, current_stream(device), allocator()};
     nb::object out = to_python(launcher(context, std::get<I>(arguments)...));
-    if (admission != Admission::trial) op.fast_calls[device].fetch_add(1, std::memory_order_relaxed);
+    if (admission != Admission::trial) count_served(op, device);
     return out;
   } catch (const Detour& detour) {
     return not_here(call.admitted ? "dense" : detour.why);

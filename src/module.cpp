@@ -2,6 +2,9 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <chrono>
+#include <stdexcept>
+
 #include "binding.h"
 #include "ops.h"
 
@@ -104,6 +107,21 @@ NB_MODULE(_native, m) {
   m.def(
       "fast_calls", [](int op, int device) { return op_at(op).fast_calls[device_at(device)].load(); }, "op"_a,
       "device"_a);
+  // Seconds that this many gate checks with their counter take, on an op of its own: what benchmarks/gate.py reports.
+  m.def(
+      "time_gate",
+      [](int64_t calls) {
+        static OpState probe;
+        probe.gate[0].store(Gate::open);
+        const auto start = std::chrono::steady_clock::now();
+        for (int64_t i = 0; i < calls; ++i) {
+          if (serves(probe, 0)) count_served(probe, 0);
+        }
+        const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
+        if (probe.fast_calls[0].exchange(0) != static_cast<uint64_t>(calls)) throw std::logic_error("time_gate");
+        return taken.count();
+      },
+      "calls"_a);
   m.def("preload", &preload, "device"_a);
   m.def("runtime_version", [] {
     int version = 0;
