@@ -151,10 +151,11 @@ def load_lock(
         ValueError: no such device.
     """
     from .runtime import lock as _lock
-    from .runtime import qualify as _qualify
 
     host = _state.gate.host
     if devices is not None:
+        from .runtime import qualify as _qualify
+
         targets = _qualify.chosen_devices(host.devices(), devices)
     else:
         targets = host.devices() if torch.cuda.is_initialized() else []

@@ -192,7 +192,7 @@ def test_nothing_moved_is_no_change():
 
 
 def test_a_change_names_its_field_and_both_sides():
-    was, now = stage_a(), stage_a(torch=dataclasses.replace(TORCH, version="2.14.0"), driver="590.1")
+    was, now = stage_a(), stage_a(torch=TORCH._replace(version="2.14.0"), driver="590.1")
     assert was.diff(now) == [
         Change("driver.version", "580.95.05", "590.1"),
         Change("torch.version", "2.13.0+cu130", "2.14.0"),
@@ -229,7 +229,7 @@ def test_true_and_one_are_different_values():
         (FakeProbe(l2_bytes=1), "devices.0.l2_bytes"),
         (FakeProbe(flags={"cuda_matmul_allow_tf32": True}), "runtime.flags.cuda_matmul_allow_tf32"),
         (
-            FakeProbe(libraries=[dataclasses.replace(CUBLAS, version="13.2.0")]),
+            FakeProbe(libraries=[CUBLAS._replace(version="13.2.0")]),
             "runtime.libraries.cublas.0.version",
         ),
         (FakeProbe(environ={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}), "runtime.environment.CUBLAS_WORKSPACE_CONFIG"),
@@ -294,7 +294,7 @@ def test_equal_workers_share_a_portable_fingerprint_and_unequal_ones_do_not():
         dataclasses.replace(AMPERE, index=0),
         dataclasses.replace(HOPPER, index=1),
         environ={"CUDA_VISIBLE_DEVICES": "1"},
-    ).with_device(FakeProbe(uuid="GPU-9", libraries=[dataclasses.replace(CUBLAS, path="/opt/libcublas.so.13")]))
+    ).with_device(FakeProbe(uuid="GPU-9", libraries=[CUBLAS._replace(path="/opt/libcublas.so.13")]))
     assert here.sha256 != elsewhere.sha256
     assert here.portable().diff(elsewhere.portable()) == []
     other = stage_a().with_device(FakeProbe(capability=(8, 0)))

@@ -102,7 +102,7 @@ def entry(of=NORM, device="0", **changed):
         2,
         WHEN,
     )
-    return replace(made, **changed)
+    return made._replace(**changed)
 
 
 def lock_of(keys=None, entries=None):
@@ -248,7 +248,7 @@ def test_an_op_whose_sources_or_contract_moved_is_not_qualified_by_the_lock(tmp_
         ({"torch": "2.14.0"}, 'torch.version: was "2.13.0+cu130", now "2.14.0"'),
         ({"device": AMPERE}, 'device.name: was "NVIDIA H200", now "NVIDIA A10"'),
         ({"flags": {"cuda_matmul_allow_tf32": True}}, "runtime.flags.cuda_matmul_allow_tf32: was false, now true"),
-        ({"libraries": (replace(CUBLAS, version="13.2"),)}, 'cublas.0.version: was "13.1.0", now "13.2"'),
+        ({"libraries": (CUBLAS._replace(version="13.2"),)}, 'cublas.0.version: was "13.1.0", now "13.2"'),
         ({"environ": {"NVIDIA_TF32_OVERRIDE": "0"}}, 'NVIDIA_TF32_OVERRIDE: was absent, now "0"'),
     ],
 )

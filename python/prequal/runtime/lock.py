@@ -13,12 +13,11 @@ import json
 import logging
 import os
 import re
-import secrets
 import stat
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from prequal.errors import LockError
 
@@ -65,8 +64,7 @@ def this_worker(device: int) -> Fingerprint:
 # ---- what a lock holds -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One op on one device of the worker that wrote the lock; with a `problem`, it was found wrong there."""
 
     op: str
@@ -131,7 +129,7 @@ class Lock:
             "made": self.made,
             "fingerprint": self.fingerprint.data,
             "fingerprint_sha256": self.fingerprint.sha256,
-            "qualified": [asdict(entry) for entry in self.entries],
+            "qualified": [entry._asdict() for entry in self.entries],
         }
         return {**content, "digest": digest_of(content)}
 
@@ -167,7 +165,7 @@ def write(path: str | os.PathLike[str], lock: Lock) -> None:
     target = os.path.realpath(path)  # behind a link, not instead of it
     text = json.dumps(lock.data(), indent=1, sort_keys=True) + "\n"
     # In the same folder: a rename is atomic only within a file system.
-    temporary = f"{target}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    temporary = f"{target}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
     try:
         # Not mkstemp, whose file only its owner may read: the workers may be others.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -279,7 +277,7 @@ def _parse(root: Any, path: str) -> Lock:
 
 def _entry(row: Any, where: str, devices: Mapping[str, Any]) -> Entry:
     row = _object(row, where)
-    _exactly(row, f"{where}.", tuple(Entry.__dataclass_fields__))
+    _exactly(row, f"{where}.", Entry._fields)
     device = _text(row, "device", f"{where}.", ".+")
     if device not in devices:
         raise ValueError(f"{where}.device: expected one of fingerprint.devices, found {_shown(device)}")
@@ -335,8 +333,7 @@ def _shown(value: Any) -> str:
 # ---- a lock and this process -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LockStatus:
+class LockStatus(NamedTuple):
     """What became of a lock that could be read. `ok`: nothing that was compared has moved."""
 
     path: str
