@@ -38,7 +38,7 @@ def op_sources(source: pathlib.Path) -> dict[str, list[pathlib.Path]]:
         source / "src/module.cpp",
     ]
     return {
-        file.stem: [*shared, file, *source.glob(f"src/ops/{file.stem}.cu"), *source.glob(f"src/ops/{file.stem}_sm*.cu")]
+        file.stem: [*shared, file, *source.glob(f"src/ops/{file.stem}.cu"), *source.glob(f"src/ops/{file.stem}_*.cu*")]
         for file in sorted(source.glob("python/prequal/ops/[!_]*.py"))
     }
 

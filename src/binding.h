@@ -132,6 +132,14 @@ struct FromPython<double> {
   }
 };
 
+template <>
+struct FromPython<std::optional<double>> {
+  static std::optional<double> convert(nb::handle object, const char* argument, const Call& call) {
+    if (object.is_none()) return std::nullopt;
+    return FromPython<double>::convert(object, argument, call);
+  }
+};
+
 // ---- one op -----------------------------------------------------------------------------------------------------
 
 template <class R, class... A>

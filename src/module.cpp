@@ -83,8 +83,12 @@ int preload(int device) {
 
 NB_MODULE(_native, m) {
   def<ops::rms_norm>(m, "rms_norm", {"x", "weight", "eps"});
-  def<ops::knn>(m, "knn", {"queries", "references", "k"});
-  def<ops::knn_gather>(m, "knn_gather", {"queries", "references", "values"});
+  def<ops::knn>(m, "knn", {"queries", "references", "k", "query_ptr", "reference_ptr", "radius", "index"});
+  def<ops::radius>(m, "radius", {"queries", "references", "r", "max_neighbors", "query_ptr", "reference_ptr", "index"});
+  def<ops::knn_index>(m, "knn_index", {"references", "reference_ptr"});
+  def<ops::knn_gather>(m, "knn_gather", {"queries", "references", "values", "query_ptr", "reference_ptr", "index"});
+  def<ops::knn_interpolate>(m, "knn_interpolate",
+                            {"queries", "references", "values", "k", "query_ptr", "reference_ptr", "index"});
 
   m.def("ops", [] {
     nb::list all;

@@ -13,7 +13,19 @@ namespace prequal::ops {
 Buffer rms_norm(const Context&, const Tensor& x, const std::optional<Tensor>& weight, double eps);
 
 // src/ops/knn.cu
-std::tuple<Buffer, Buffer> knn(const Context&, const Tensor& queries, const Tensor& references, int64_t k);
-Buffer knn_gather(const Context&, const Tensor& queries, const Tensor& references, const Tensor& values);
+std::tuple<Buffer, Buffer> knn(const Context&, const Tensor& queries, const Tensor& references, int64_t k,
+                               const std::optional<Tensor>& query_ptr, const std::optional<Tensor>& reference_ptr,
+                               std::optional<double> radius, const std::optional<Tensor>& index);
+std::tuple<Buffer, Buffer, Buffer> radius(const Context&, const Tensor& queries, const Tensor& references, double r,
+                                          int64_t max_neighbors, const std::optional<Tensor>& query_ptr,
+                                          const std::optional<Tensor>& reference_ptr,
+                                          const std::optional<Tensor>& index);
+Buffer knn_index(const Context&, const Tensor& references, const std::optional<Tensor>& reference_ptr);
+Buffer knn_gather(const Context&, const Tensor& queries, const Tensor& references, const Tensor& values,
+                  const std::optional<Tensor>& query_ptr, const std::optional<Tensor>& reference_ptr,
+                  const std::optional<Tensor>& index);
+Buffer knn_interpolate(const Context&, const Tensor& queries, const Tensor& references, const Tensor& values, int64_t k,
+                       const std::optional<Tensor>& query_ptr, const std::optional<Tensor>& reference_ptr,
+                       const std::optional<Tensor>& index);
 
 }  // namespace prequal::ops

@@ -1,65 +1,49 @@
-// dist2[n, j], idx[n, j] = the k nearest of references [M, 3] to queries [N, 3], nearest first, ties to the lower index.
-// The references are ranked along each axis by a sorted sample, ordered along a Morton curve of those ranks, cut into
-// leaves of 8 and boxed; a warp takes 32 queries, neighbours on the same curve, through the boxes together (knn_tree.h
+// dist2[n, j], idx[n, j] = the k nearest of references [M, D] to queries [N, D], nearest first, ties to the lower index.
+// The references are ranked along each axis by a sorted sample, ordered along a Morton curve of those ranks (of a batch:
+// segment by segment), cut into leaves of 32 and boxed; a warp takes a query through the boxes, a lane a box (knn_tree.h
 // says why that is exact). Nothing depends on the density of the cloud: the curve measures in points.
-// Bytes: 12 (N + M) read, 12 N k written; some 46 M + 16 N of workspace. No host read: the launches can be captured.
-// Numerics: fp32, direct differences, each operation rounded once; two runs and the reference agree bit for bit.
-#include <cub/block/block_radix_sort.cuh>
+// Bytes: 12 (N + M) read, 12 N k written; some 45 M of workspace. No host read: the launches can be captured.
+// Numerics: fp32 (fp64 for doubles), direct differences, each operation rounded once: the reference's bits.
 #include <cub/device/device_radix_sort.cuh>
 #include <tuple>
 
+#include "knn_cloud.cuh"
 #include "ops.h"
 #include "prequal/knn_tree.h"
 #include "prequal/launch.h"
+#include "prequal/vec.cuh"
 
 namespace prequal::ops {
 namespace {
 
-using tree::Point;
+using namespace spatial;
+using tree::Group, tree::Labelled;
 
-struct Cloud {  // [count, 3], any strides
-  const float* data;
-  int64_t count;
-  int64_t row;     // elements
-  int64_t column;  // elements
-
-  __device__ __forceinline__ Point at(int64_t i) const {
-    const float* p = data + i * row;
-    return {p[0], p[column], p[2 * column]};
-  }
-};
-
-struct Node {
-  float4 lo;  // w: the lowest reference index below this node
-  float4 hi;
-};
-
+template <class T>
 struct Tree {
-  float4* points;  // [8 * leaves] in curve order; w: reference index, or -1 for a point that is nobody's neighbour
-  Node* nodes;     // [levels.total]
+  Labelled<T>* points;  // [32 * leaves] in curve order
+  Group<T>* groups;     // [levels.total]
   tree::Levels levels;
 };
 
 // ---- build -------------------------------------------------------------------------------------------------------
 
 constexpr int build_threads = 1024;
-constexpr int small_items = 2;
-// One block builds a tree this small in one launch. Eight items a thread were tried: 94 us for 8,000 references, 35 of
-// them the keys and 24 the sort, where many blocks and CUB's sort take half.
-constexpr int64_t small_cloud = build_threads * small_items;
 
 // The sorted sample of each axis, by a bitonic network over all three at once: 55 barriers, against 96 of three radix
 // sorts, and no scratch. Points that are no neighbours sort behind all others.
-__device__ void make_knots(const Cloud& references, float* sorted /*[3, knots], shared*/) {
+template <class T>
+__global__ void __launch_bounds__(build_threads) knots_of(Cloud references, T* out /*[3, knots]*/) {
   static_assert(tree::knots == build_threads);
+  __shared__ T sorted[3][tree::knots];
   const int me = threadIdx.x;
   const int64_t mine = references.count <= tree::knots ? me : me * references.count / tree::knots;
-  Point p{INFINITY, INFINITY, INFINITY};
+  Point<T> p{INFINITY, INFINITY, INFINITY};
   if (mine < references.count) {
-    const Point sample = references.at(mine);
+    const Point<T> sample = references.at<T>(mine);
     if (tree::finite(sample)) p = sample;
   }
-  sorted[me] = p.x, sorted[tree::knots + me] = p.y, sorted[2 * tree::knots + me] = p.z;
+  sorted[0][me] = p.x, sorted[1][me] = p.y, sorted[2][me] = p.z;
   __syncthreads();
 
   for (int width = 2; width <= tree::knots; width *= 2) {
@@ -69,174 +53,175 @@ __device__ void make_knots(const Cloud& references, float* sorted /*[3, knots], 
         const bool ascending = (me & width) == 0;
 #pragma unroll
         for (int axis = 0; axis < 3; ++axis) {
-          float* values = sorted + axis * tree::knots;
-          const float a = values[me], b = values[partner];
-          if ((a > b) == ascending) values[me] = b, values[partner] = a;
+          const T a = sorted[axis][me], b = sorted[axis][partner];
+          if ((a > b) == ascending) sorted[axis][me] = b, sorted[axis][partner] = a;
         }
       }
       __syncthreads();
     }
   }
-}
-
-// What fills a leaf up, and stands for a reference that is not finite.
-__device__ __forceinline__ float4 nobody() { return make_float4(0.0f, 0.0f, 0.0f, __int_as_float(-1)); }
-
-__device__ __forceinline__ float4 labelled(const Point& p, int index) {
-  return tree::finite(p) ? make_float4(p.x, p.y, p.z, __int_as_float(index)) : nobody();
-}
-
-__device__ __forceinline__ Node nothing() {
-  return {make_float4(INFINITY, INFINITY, INFINITY, __int_as_float(tree::nobody)),
-          make_float4(-INFINITY, -INFINITY, -INFINITY, 0.0f)};
-}
-
-__device__ __forceinline__ Node joined(const Node& a, const Node& b) {
-  const int low = min(__float_as_int(a.lo.w), __float_as_int(b.lo.w));
-  return {make_float4(fminf(a.lo.x, b.lo.x), fminf(a.lo.y, b.lo.y), fminf(a.lo.z, b.lo.z), __int_as_float(low)),
-          make_float4(fmaxf(a.hi.x, b.hi.x), fmaxf(a.hi.y, b.hi.y), fmaxf(a.hi.z, b.hi.z), 0.0f)};
-}
-
-__device__ Node leaf_of(const float4* points /*[8]*/) {
-  Node box = nothing();
-#pragma unroll 4
-  for (int i = 0; i < tree::fan; ++i) {
-    const float4 p = points[i];
-    if (__float_as_int(p.w) >= 0) box = joined(box, {p, p});
-  }
-  return box;
-}
-
-__device__ void make_node(const Tree& tree, int level, int node) {
-  const Node* children = tree.nodes + tree.levels.first[level - 1];
-  Node box = nothing();
-#pragma unroll 4  // all eight at once spill under the 64 registers of a block of 1,024 (sm_86, sm_89)
-  for (int child = node * tree::fan; child < (node + 1) * tree::fan; ++child) {
-    if (child < tree.levels.nodes[level - 1]) box = joined(box, children[child]);
-  }
-  tree.nodes[tree.levels.first[level] + node] = box;
-}
-
-// The levels from `level` up, by one block.
-__device__ void make_nodes(const Tree& tree, int level) {
-  for (; level < tree.levels.count; ++level) {
-    for (int node = threadIdx.x; node < tree.levels.nodes[level]; node += blockDim.x) make_node(tree, level, node);
-    __syncthreads();
-  }
-}
-
-__device__ __forceinline__ uint32_t key_at(const Cloud& points, int64_t i, const float* sorted /*[3, knots]*/) {
-  const Point p = points.at(i);
-  return tree::finite(p) ? tree::key_of(p, sorted) : tree::last_key;
-}
-
-// All of it in one block, for at most small_cloud references.
-__global__ void __launch_bounds__(build_threads)
-    build_small(Cloud references, Tree tree, float* sorted /*[3, knots]*/) {
-  using PointSort = cub::BlockRadixSort<uint32_t, build_threads, small_items, int>;
-  __shared__ union {
-    float knots[3 * tree::knots];
-    PointSort::TempStorage sort;
-  } shared;  // apart they pass the 48 KB that every architecture gives without asking
-  float* knots = shared.knots;
-  make_knots(references, knots);
-  for (int i = threadIdx.x; i < 3 * tree::knots; i += blockDim.x) sorted[i] = knots[i];
-
-  uint32_t key[small_items];
-  int index[small_items];
 #pragma unroll
-  for (int item = 0; item < small_items; ++item) {
-    index[item] = threadIdx.x * small_items + item;
-    key[item] = index[item] < references.count ? key_at(references, index[item], knots) : 0xffffffffu;
-  }
-  __syncthreads();
-  PointSort(shared.sort).Sort(key, index);
-
-  const int padded = tree.levels.nodes[0] * tree::fan;
-#pragma unroll
-  for (int item = 0; item < small_items; ++item) {
-    const int place = threadIdx.x * small_items + item;
-    if (place >= padded) continue;
-    tree.points[place] = index[item] < references.count ? labelled(references.at(index[item]), index[item]) : nobody();
-  }
-  __syncthreads();
-
-  if (static_cast<int>(threadIdx.x) < tree.levels.nodes[0]) {
-    tree.nodes[threadIdx.x] = leaf_of(tree.points + threadIdx.x * tree::fan);
-  }
-  __syncthreads();
-  make_nodes(tree, 1);
+  for (int axis = 0; axis < 3; ++axis) out[axis * tree::knots + me] = sorted[axis][me];
 }
 
-__global__ void __launch_bounds__(build_threads) knots_of(Cloud references, float* sorted /*[3, knots]*/) {
-  __shared__ float made[3 * tree::knots];
-  make_knots(references, made);
-  for (int i = threadIdx.x; i < 3 * tree::knots; i += blockDim.x) sorted[i] = made[i];
-}
-
-__global__ void keys_of(Cloud points, const float* sorted /*[3, knots]*/, uint32_t* key /*[count]*/,
+// Key: the segment, where there is a batch, above the place on the curve.
+template <class T, class Key>
+__global__ void keys_of(Cloud points, Pointers segments, const T* sorted /*[3, knots]*/, Key* key /*[count]*/,
                         int* index /*[count]*/) {
-  __shared__ float knots[3 * tree::knots];
+  __shared__ T knots[3 * tree::knots];
   for (int i = threadIdx.x; i < 3 * tree::knots; i += blockDim.x) knots[i] = sorted[i];
   __syncthreads();
 
   for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < points.count;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    key[i] = key_at(points, i, knots);
+    const Point<T> p = points.at<T>(i);
+    Key found = tree::finite(p) ? tree::key_of(p, points.dims, knots) : tree::last_key;
+    if constexpr (sizeof(Key) == 8) found |= static_cast<Key>(segments.segment_of(i)) << tree::key_bits;
+    key[i] = found;
     index[i] = static_cast<int>(i);
   }
 }
 
-__global__ void leaves_of(Cloud references, const int* order /*[M]*/, Tree tree) {
-  const int leaf = blockIdx.x * blockDim.x + threadIdx.x;
-  if (leaf >= tree.levels.nodes[0]) return;
-  const int64_t first = static_cast<int64_t>(leaf) * tree::fan;
-  float4* points = tree.points + first;
-#pragma unroll
-  for (int i = 0; i < tree::fan; ++i) {
-    points[i] = nobody();
-    if (first + i < references.count) {
-      const int index = order[first + i];
-      points[i] = labelled(references.at(index), index);
-    }
-  }
-  tree.nodes[leaf] = leaf_of(points);
-}
-
-__global__ void nodes_of(Tree tree, int level) {
-  const int node = blockIdx.x * blockDim.x + threadIdx.x;
-  if (node < tree.levels.nodes[level]) make_node(tree, level, node);
-}
-
-__global__ void __launch_bounds__(build_threads) nodes_above(Tree tree, int level) { make_nodes(tree, level); }
+template <class T>
+struct Box {
+  T lo[3], hi[3];
+  int lowest, highest;
+};
 
 template <class T>
-T* bytes_as(const Buffer& buffer) {
-  return static_cast<T*>(buffer.view().data);
+__device__ __forceinline__ Box<T> nothing() {
+  return {{INFINITY, INFINITY, INFINITY}, {-INFINITY, -INFINITY, -INFINITY}, tree::nobody, -1};
+}
+
+// The box over the boxes of a warp's lanes, in every lane.
+template <class T>
+__device__ __forceinline__ Box<T> over_warp(Box<T> box) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+#pragma unroll
+    for (int axis = 0; axis < 3; ++axis) {
+      box.lo[axis] = min(box.lo[axis], __shfl_xor_sync(whole_warp, box.lo[axis], step));
+      box.hi[axis] = max(box.hi[axis], __shfl_xor_sync(whole_warp, box.hi[axis], step));
+    }
+  }
+  box.lowest = __reduce_min_sync(whole_warp, box.lowest);
+  box.highest = __reduce_max_sync(whole_warp, box.highest);
+  return box;
+}
+
+template <class T>
+__device__ __forceinline__ void put(const Tree<T>& tree, int level, int64_t place, const Box<T>& box) {
+  Group<T>& group = tree.groups[tree.levels.first[level] + place / tree::fan];
+  const int lane = place % tree::fan;
+#pragma unroll
+  for (int axis = 0; axis < 3; ++axis) group.lo[axis][lane] = box.lo[axis], group.hi[axis][lane] = box.hi[axis];
+  group.lowest[lane] = box.lowest, group.highest[lane] = box.highest;
+}
+
+template <class T>
+__device__ __forceinline__ Box<T> get(const Group<T>& group, int lane) {
+  Box<T> box;
+#pragma unroll
+  for (int axis = 0; axis < 3; ++axis) box.lo[axis] = group.lo[axis][lane], box.hi[axis] = group.hi[axis][lane];
+  box.lowest = group.lowest[lane], box.highest = group.highest[lane];
+  return box;
+}
+
+constexpr int warps_a_block = 8;
+
+// A warp a leaf, and on for the boxes of nothing that fill the last group up.
+template <class T>
+__global__ void leaves_of(Cloud references, const int* order /*[M]*/, Tree<T> tree) {
+  const int lane = threadIdx.x % 32;
+  const int64_t leaf = blockIdx.x * static_cast<int64_t>(warps_a_block) + threadIdx.x / 32;
+  if (leaf >= static_cast<int64_t>(tree.levels.groups[0]) * tree::fan) return;
+  Box<T> box = nothing<T>();
+  const int64_t place = leaf * tree::fan + lane;
+  if (leaf < tree.levels.boxes[0]) {
+    Labelled<T> labelled{0, 0, 0, -1};
+    if (place < references.count) {
+      const int index = order[place];
+      const Point<T> p = references.at<T>(index);
+      if (tree::finite(p)) {
+        labelled = {p.x, p.y, p.z, index};
+        box = {{p.x, p.y, p.z}, {p.x, p.y, p.z}, index, index};
+      }
+    }
+    tree.points[place] = labelled;
+  }
+  box = over_warp(box);
+  if (lane == 0) put(tree, 0, leaf, box);
+}
+
+template <class T>
+__device__ __forceinline__ void make_box(const Tree<T>& tree, int level, int64_t place) {
+  const int lane = threadIdx.x % 32;
+  Box<T> box = nothing<T>();
+  if (place < tree.levels.boxes[level]) box = get(tree.groups[tree.levels.first[level - 1] + place], lane);
+  box = over_warp(box);
+  if (lane == 0) put(tree, level, place, box);
+}
+
+template <class T>
+__global__ void boxes_of(Tree<T> tree, int level) {
+  const int64_t place = blockIdx.x * static_cast<int64_t>(warps_a_block) + threadIdx.x / 32;
+  if (place < static_cast<int64_t>(tree.levels.groups[level]) * tree::fan) make_box(tree, level, place);
+}
+
+// The levels from this one up, by one block.
+template <class T>
+__global__ void __launch_bounds__(build_threads) boxes_above(Tree<T> tree, int level) {
+  for (; level < tree.levels.count; ++level) {
+    for (int place = threadIdx.x / 32; place < tree.levels.groups[level] * tree::fan; place += blockDim.x / 32) {
+      make_box(tree, level, place);
+    }
+    __syncthreads();
+  }
+}
+
+unsigned blocks_for(int64_t items, int block) {
+  return static_cast<unsigned>(std::min<int64_t>((items + block - 1) / block, 0x7fffffff));
 }
 
 Buffer workspace(const Context& context, int64_t bytes) { return context.empty({bytes}, DType::u8); }
 
-unsigned blocks_for(int64_t threads, int block) {
-  return static_cast<unsigned>(std::min<int64_t>((threads + block - 1) / block, 0x7fffffff));
+// Points, then groups; both begin at whole groups of 16 bytes.
+template <class T>
+int64_t index_bytes(const tree::Levels& levels) {
+  return int64_t{levels.count ? levels.boxes[0] : 0} * tree::fan * int64_t{sizeof(Labelled<T>)} +
+         levels.total * int64_t{sizeof(Group<T>)};
 }
 
-// The order of points along the curve of these knots. [count] ints
-Buffer curve_order(const Context& context, const Cloud& points, const float* sorted /*[3, knots]*/) {
-  const int64_t count = points.count;
-  const Buffer key = workspace(context, count * 4), index = workspace(context, count * 4);
-  const Buffer sorted_key = workspace(context, count * 4);
+template <class T>
+Tree<T> tree_in(void* bytes, int64_t count) {
+  const tree::Levels levels = tree::levels_for(count);
+  auto* points = static_cast<Labelled<T>*>(bytes);
+  const int64_t padded = int64_t{levels.count ? levels.boxes[0] : 0} * tree::fan;
+  return {points, reinterpret_cast<Group<T>*>(points + padded), levels};
+}
+
+// The order of the references along the curve. [count] ints
+template <class T, class Key>
+Buffer curve_order(const Context& context, const Cloud& points, const Pointers& segments,
+                   const T* sorted /*[3, knots]*/) {
+  const int64_t count = points.count, key_bytes = count * int64_t{sizeof(Key)};
+  const Buffer key = workspace(context, key_bytes), index = workspace(context, count * 4);
+  const Buffer sorted_key = workspace(context, key_bytes);
   Buffer order = workspace(context, count * 4);
   // 12 KB of knots a block: enough blocks to fill any GPU, not one for a few hundred points
-  launch<keys_of>(context, std::min(blocks_for(count, 256), 1024u), 256, points, sorted, bytes_as<uint32_t>(key),
-                  bytes_as<int>(index));
+  launch<keys_of<T, Key>>(context, std::min(blocks_for(count, 256), 1024u), 256, points, segments, sorted,
+                          key.as<Key>(), index.as<int>());
 
+  int last = tree::key_bits;
+  if (sizeof(Key) == 8) {
+    while (last < 63 && (segments.segments >> (last - tree::key_bits)) > 0) ++last;
+  }
   size_t scratch_bytes = 0;
   const auto sort = [&](void* scratch) {
-    check(cub::DeviceRadixSort::SortPairs(
-              scratch, scratch_bytes, bytes_as<const uint32_t>(key), bytes_as<uint32_t>(sorted_key),
-              bytes_as<const int>(index), bytes_as<int>(order), static_cast<int>(count),
-              tree::key_bits - tree::sorted_bits(count), tree::key_bits, static_cast<cudaStream_t>(context.stream)),
+    check(cub::DeviceRadixSort::SortPairs(scratch, scratch_bytes, key.as<const Key>(), sorted_key.as<Key>(),
+                                          index.as<const int>(), order.as<int>(), static_cast<int>(count),
+                                          tree::key_bits - tree::sorted_bits(count), last,
+                                          static_cast<cudaStream_t>(context.stream)),
           "radix sort");
   };
   sort(nullptr);
@@ -245,168 +230,277 @@ Buffer curve_order(const Context& context, const Cloud& points, const float* sor
   return order;
 }
 
-struct Built {
-  Buffer points, nodes, sorted;
-  Tree tree;
-};
-
-Built build(const Context& context, const Cloud& references) {
-  const tree::Levels levels = tree::levels_for(references.count);
-  Built built{workspace(context, levels.nodes[0] * int64_t{tree::fan} * int64_t{sizeof(float4)}),
-              workspace(context, levels.total * int64_t{sizeof(Node)}),
-              workspace(context, 3 * tree::knots * int64_t{sizeof(float)}),
-              {}};
-  built.tree = {bytes_as<float4>(built.points), bytes_as<Node>(built.nodes), levels};
-  auto* sorted = bytes_as<float>(built.sorted);
-
-  if (references.count <= small_cloud) {
-    launch<build_small>(context, 1, build_threads, references, built.tree, sorted);
-    return built;
-  }
-  launch<knots_of>(context, 1, build_threads, references, sorted);
-  const Buffer order = curve_order(context, references, sorted);
-  launch<leaves_of>(context, blocks_for(levels.nodes[0], 128), 128, references, bytes_as<const int>(order), built.tree);
+template <class T>
+void build_into(const Context& context, const Cloud& references, const Pointers& segments, const Tree<T>& tree) {
+  const tree::Levels& levels = tree.levels;
+  if (levels.count == 0) return;
+  const Buffer knots = workspace(context, 3 * tree::knots * int64_t{sizeof(T)});
+  launch<knots_of<T>>(context, 1, build_threads, references, knots.as<T>());
+  const Buffer order = segments.data ? curve_order<T, uint64_t>(context, references, segments, knots.as<const T>())
+                                     : curve_order<T, uint32_t>(context, references, segments, knots.as<const T>());
+  launch<leaves_of<T>>(context, blocks_for(int64_t{levels.groups[0]} * tree::fan, warps_a_block), warps_a_block * 32,
+                       references, order.as<const int>(), tree);
   int level = 1;
-  for (; level < levels.count && levels.nodes[level] > 4 * build_threads; ++level) {
-    launch<nodes_of>(context, blocks_for(levels.nodes[level], 128), 128, built.tree, level);
+  for (; level < levels.count && levels.groups[level] > 4; ++level) {
+    launch<boxes_of<T>>(context, blocks_for(int64_t{levels.groups[level]} * tree::fan, warps_a_block),
+                        warps_a_block * 32, tree, level);
   }
-  if (level < levels.count) launch<nodes_above>(context, 1, build_threads, built.tree, level);
-  return built;
+  if (level < levels.count) launch<boxes_above<T>>(context, 1, build_threads, tree, level);
 }
 
 // ---- search ------------------------------------------------------------------------------------------------------
 
-constexpr int search_threads = 128;
-constexpr unsigned whole_warp = 0xffffffffu;
+// The bits of a distance, in 32 of which the order is the distances' own (for doubles: not strictly).
+__device__ __forceinline__ uint32_t ordered(float d) { return __float_as_uint(d); }
+__device__ __forceinline__ uint32_t ordered(double d) { return static_cast<uint32_t>(__double2hiint(d)); }
 
-struct Waiting {  // one stack a warp
-  uint32_t bound[search_threads / 32][tree::max_stack];
-  uint32_t node[search_threads / 32][tree::max_stack];  // level in the top 4 bits
+template <class T>
+struct Candidate {
+  T d;
+  int i;
+
+  __device__ __forceinline__ bool before(const Candidate& other) const {
+    return tree::comes_before(d, i, other.d, other.i);
+  }
 };
 
-// A warp takes its 32 queries through the tree together: every lane looks at the same box, so a load is one line and no
-// lane waits for another's branch. A box is entered if any lane wants it; each lane's list decides for itself.
-// `active` is false for a lane that has no query, or one that is not finite.
-template <int K>
-__device__ void search(const Point& q, bool active, const Tree& tree, Waiting& shared, tree::Best<K>& best) {
-  if (tree.levels.total == 0 || !__any_sync(whole_warp, active)) return;
-  uint32_t* waiting_bound = shared.bound[threadIdx.x / 32];
-  uint32_t* waiting_node = shared.node[threadIdx.x / 32];
-  const bool writes = threadIdx.x % 32 == 0;
+template <class T>
+__device__ __forceinline__ Candidate<T> from_lane(const Candidate<T>& mine, int lane) {
+  return {__shfl_sync(whole_warp, mine.d, lane), __shfl_sync(whole_warp, mine.i, lane)};
+}
 
-  // The nearest distance at which any lane wants this box, as bits (which order as the distances do).
-  constexpr uint32_t unwanted = 0xffffffffu;
-  const auto wanted_at = [&](const float4& lo, const float4& hi) {
-    const float bound = tree::bound2(q, {lo.x, lo.y, lo.z}, {hi.x, hi.y, hi.z});
-    return active && best.wants(bound, __float_as_int(lo.w)) ? __float_as_uint(bound) : unwanted;
+template <class T>
+__device__ __forceinline__ Candidate<T> no_candidate() {
+  return {INFINITY, tree::nobody};
+}
+
+// The nearest alone: the same in every lane.
+template <class T>
+struct Nearest {
+  static constexpr int capacity = 1;
+  Candidate<T> worst;
+
+  __device__ void clear(int /*k*/, const Candidate<T>& limit) { worst = limit, found = no_candidate<T>(); }
+
+  __device__ __forceinline__ void offer(Candidate<T> mine, bool take) {
+    if (!__any_sync(whole_warp, take)) return;
+    if (!take) mine = no_candidate<T>();
+    if constexpr (sizeof(T) == 4) {
+      const uint32_t nearest = __reduce_min_sync(whole_warp, ordered(mine.d));
+      mine.i = __reduce_min_sync(whole_warp, ordered(mine.d) == nearest ? mine.i : tree::nobody);
+      mine.d = __uint_as_float(nearest);
+    } else {
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) {
+        const Candidate<T> other{__shfl_xor_sync(whole_warp, mine.d, step), __shfl_xor_sync(whole_warp, mine.i, step)};
+        if (other.before(mine)) mine = other;
+      }
+    }
+    worst = found = mine;
+  }
+
+  __device__ __forceinline__ Candidate<T> at(int /*row*/) const { return found; }
+
+  Candidate<T> found;
+};
+
+// The k best of what was offered, sorted over the warp: place p is row p / 32 of lane p % 32.
+template <class T, int Rows>
+struct Sorted {
+  static constexpr int capacity = 32 * Rows;
+  Candidate<T> best[Rows];
+  Candidate<T> worst;  // the k-th, or the limit of the search: the same in every lane
+  Candidate<T> limit;
+  int last;  // place of the k-th
+
+  __device__ void clear(int k, const Candidate<T>& limit) {
+#pragma unroll
+    for (int row = 0; row < Rows; ++row) best[row] = no_candidate<T>();
+    this->limit = worst = limit;
+    last = k - 1;
+  }
+
+  __device__ __forceinline__ Candidate<T> at(int row) const { return best[row]; }
+
+  // Few newcomers are put in their places one by one; many are sorted first and merged. Eight one by one cost as much.
+  __device__ __forceinline__ void offer(Candidate<T> mine, bool take) {
+    unsigned taken = __ballot_sync(whole_warp, take);
+    if (taken == 0) return;
+    if (__popc(taken) <= 8) {
+      for (; taken != 0; taken &= taken - 1) insert(from_lane(mine, __ffs(taken) - 1));
+    } else {
+      if (!take) mine = no_candidate<T>();
+      sort(mine);
+      merge(mine);
+    }
+    Candidate<T> kth = limit;
+#pragma unroll
+    for (int row = 0; row < Rows; ++row) {
+      if (row == last / 32) kth = from_lane(best[row], last % 32);
+    }
+    worst = kth.before(limit) ? kth : limit;
+  }
+
+ private:
+  __device__ __forceinline__ void insert(const Candidate<T>& newcomer) {
+    const int lane = threadIdx.x % 32;
+    Candidate<T> carried = newcomer;  // into lane 0 of this row: the newcomer, or the last of the row before
+    bool placed = false;              // whether the newcomer went to an earlier row
+#pragma unroll
+    for (int row = 0; row < Rows; ++row) {
+      const bool stays = best[row].before(newcomer);
+      const Candidate<T> leaves = from_lane(best[row], 31);
+      Candidate<T> below{__shfl_up_sync(whole_warp, best[row].d, 1), __shfl_up_sync(whole_warp, best[row].i, 1)};
+      if (lane == 0) below = carried;
+      // the first that does not stay takes the newcomer, those behind it their neighbour
+      const unsigned staying = __ballot_sync(whole_warp, stays);
+      const bool first = !placed && lane == __popc(staying);
+      if (!stays) best[row] = first ? newcomer : below;
+      placed = placed || staying != whole_warp;
+      carried = leaves;
+    }
+  }
+
+  __device__ __forceinline__ static void exchange(Candidate<T>& mine, int step, bool keep_lower) {
+    const Candidate<T> other{__shfl_xor_sync(whole_warp, mine.d, step), __shfl_xor_sync(whole_warp, mine.i, step)};
+    if (other.before(mine) == keep_lower) mine = other;
+  }
+
+  __device__ __forceinline__ static void sort(Candidate<T>& mine) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int width = 2; width <= 32; width *= 2) {
+#pragma unroll
+      for (int step = width / 2; step > 0; step /= 2) {
+        exchange(mine, step, ((lane & width) == 0) == ((lane & step) == 0));
+      }
+    }
+  }
+
+  __device__ __forceinline__ static void settle(Candidate<T>& mine) {  // a bitonic sequence becomes a sorted one
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) exchange(mine, step, (lane & step) == 0);
+  }
+
+  __device__ __forceinline__ void merge(Candidate<T> mine /*sorted*/) {
+#pragma unroll
+    for (int row = 0; row < Rows; ++row) {
+      const Candidate<T> other = from_lane(mine, 31 - threadIdx.x % 32);
+      const bool swap = other.before(best[row]);
+      mine = swap ? best[row] : other;
+      if (swap) best[row] = other;
+      settle(best[row]);
+      if (row + 1 < Rows) settle(mine);
+    }
+  }
+};
+
+// A group that is open: what its boxes still promise, a lane a box. Each lane reads back only what it wrote.
+template <class T>
+struct Open {
+  Candidate<T> box[warps_a_block][tree::max_levels][32];
+};
+
+template <class T, bool Batched, class List>
+__device__ __forceinline__ void search(const Point<T>& q, const Range& range, const Tree<T>& tree, Open<T>& open,
+                                       List& list) {
+  if (tree.levels.count == 0) return;
+  const int lane = threadIdx.x % 32;
+  auto& waiting = open.box[threadIdx.x / 32];
+
+  const auto look = [&](int level, int group) {
+    const Box<T> box = get(tree.groups[tree.levels.first[level] + group], lane);
+    Candidate<T> promised{tree::bound2(q, {box.lo[0], box.lo[1], box.lo[2]}, {box.hi[0], box.hi[1], box.hi[2]}),
+                          box.lowest};
+    if (Batched && !(box.lowest < range.end && box.highest >= range.begin)) promised = no_candidate<T>();
+    return promised;
   };
 
-  int depth = 0;
-  int level = tree.levels.count - 1;
-  int group = 0;
-  uint32_t furthest = __float_as_uint(INFINITY);  // the worst that any lane still holds
+  const int top = tree.levels.count - 1;
+  int level = top, group = 0;
+  Candidate<T> promised = look(level, group);
   while (true) {
-    // On with the nearest of these boxes; the others wait. Four boxes are loaded before the first vote: a vote is a
-    // barrier to the compiler, and one load at a time would be the whole cost.
-    const Node* nodes = tree.nodes + tree.levels.first[level] + group * tree::fan;
-    uint32_t bound[tree::fan];
-    constexpr int together = 4;
-#pragma unroll
-    for (int i = 0; i < tree::fan; i += together) {
-      Node box[together];
-#pragma unroll
-      for (int j = 0; j < together; ++j) box[j] = nodes[i + j];
-#pragma unroll
-      for (int j = 0; j < together; ++j) bound[i + j] = wanted_at(box[j].lo, box[j].hi);
+    const uint32_t bits = promised.before(list.worst) ? ordered(promised.d) : 0xffffffffu;
+    const uint32_t nearest = __reduce_min_sync(whole_warp, bits);
+    if (nearest == 0xffffffffu) {  // nothing here can be nearer than what is held
+      if (level == top) return;
+      ++level;
+      group /= tree::fan;
+      promised = waiting[level][lane];
+      continue;
     }
-#pragma unroll
-    for (int i = 0; i < tree::fan; ++i) bound[i] = __reduce_min_sync(whole_warp, bound[i]);
-
-    uint32_t nearest = unwanted;
-#pragma unroll
-    for (int i = 0; i < tree::fan; ++i) nearest = min(nearest, bound[i]);
-    int next = -1;
-#pragma unroll
-    for (int i = 0; i < tree::fan; ++i) {
-      if (bound[i] == unwanted) continue;
-      if (bound[i] == nearest && next < 0) {
-        next = group * tree::fan + i;
-        continue;
-      }
-      if (writes) {
-        waiting_bound[depth] = bound[i];
-        waiting_node[depth] = static_cast<uint32_t>(level) << 28 | static_cast<uint32_t>(group * tree::fan + i);
-      }
-      ++depth;
+    const int next = __ffs(__ballot_sync(whole_warp, bits == nearest)) - 1;
+    if (lane == next) promised = no_candidate<T>();
+    const int child = group * tree::fan + next;
+    if (level > 0) {
+      waiting[level][lane] = promised;
+      --level;
+      group = child;
+      promised = look(level, group);
+      continue;
     }
-    __syncwarp();
 
-    while (true) {
-      while (next < 0 && depth > 0) {
-        --depth;
-        if (waiting_bound[depth] > furthest) continue;
-        level = static_cast<int>(waiting_node[depth] >> 28);
-        const int node = static_cast<int>(waiting_node[depth] & 0x0fffffff);
-        const Node box = tree.nodes[tree.levels.first[level] + node];
-        if (__any_sync(whole_warp, wanted_at(box.lo, box.hi) != unwanted)) next = node;
-      }
-      if (next < 0) return;
-      if (level > 0) break;
-
-      float4 points[tree::fan];
-#pragma unroll
-      for (int i = 0; i < tree::fan; ++i) points[i] = tree.points[static_cast<int64_t>(next) * tree::fan + i];
-#pragma unroll
-      for (int i = 0; i < tree::fan; ++i) {
-        const float4 p = points[i];
-        const int index = __float_as_int(p.w);
-        if (index >= 0 && active) best.offer(tree::distance2(q, {p.x, p.y, p.z}), index);
-      }
-      furthest = __reduce_max_sync(whole_warp, active ? __float_as_uint(best.worst()) : 0u);
-      next = -1;
-    }
-    __syncwarp();
-    --level;
-    group = next;
+    const Labelled<T> p = tree.points[static_cast<int64_t>(child) * tree::fan + lane];
+    const Candidate<T> mine{tree::distance2(q, {p.x, p.y, p.z}), static_cast<int>(p.index)};
+    bool take = mine.i >= 0 && mine.before(list.worst);
+    if (Batched) take = take && mine.i >= range.begin && mine.i < range.end;
+    list.offer(mine, take);
   }
 }
 
-// Lane n of the grid answers query order[n]; without an order, query n.
-struct Turn {
-  int64_t query;
-  Point q;
-  bool has_query;
-  bool active;
+// What every search is asked: who, among whom, how far.
+template <class T>
+struct Question {
+  Cloud queries;
+  Tree<T> tree;
+  Pointers query_ptr, reference_ptr;  // both null: one segment; read where Batched
+  int k;
+  Candidate<T> limit;  // candidates before this one count
 };
 
-__device__ __forceinline__ Turn turn_of(const Cloud& queries, const int* order /*[N] or null*/) {
-  const int64_t n = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-  Turn turn{n, {0.0f, 0.0f, 0.0f}, n < queries.count, false};
-  if (!turn.has_query) return turn;
-  if (order) turn.query = order[n];
-  turn.q = queries.at(turn.query);
-  turn.active = tree::finite(turn.q);
-  return turn;
+// Calls answer(query, list) for each query of this warp, found or not.
+template <class T, bool Batched, class List, class Answer>
+__device__ __forceinline__ void each_query(const Question<T>& question, Answer&& answer) {
+  __shared__ Open<T> open;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * warps_a_block;
+  for (int64_t query = blockIdx.x * static_cast<int64_t>(warps_a_block) + threadIdx.x / 32;
+       query < question.queries.count; query += step) {
+    const Point<T> q = question.queries.template at<T>(query);
+    List list;
+    list.clear(question.k, question.limit);
+    Range range{0, INT_MAX};
+    if (Batched && question.query_ptr.data) range = visible(question.query_ptr, question.reference_ptr, query);
+    if (tree::finite(q)) search<T, Batched>(q, range, question.tree, open, list);
+    answer(query, list);
+  }
 }
 
-template <int K>
-__global__ void __launch_bounds__(search_threads)
-    search_kernel(Cloud queries, const int* order /*[N] or null*/, Tree tree, int k, float* dist2 /*[N, k]*/,
-                  int64_t* idx /*[N, k]*/) {
-  __shared__ Waiting waiting;
-  const Turn turn = turn_of(queries, order);
-  tree::Best<K> best;
-  best.clear(k);
-  search(turn.q, turn.active, tree, waiting, best);
-  if (!turn.has_query) return;
+template <class T>
+struct Neighbours {
+  T* dist2;         // [N, k]
+  int64_t* idx;     // [N, k]
+  int64_t* counts;  // [N] or null
+};
 
+template <class T, bool Batched, class List>
+__global__ void __launch_bounds__(warps_a_block * 32) search_kernel(Question<T> question, Neighbours<T> out) {
+  each_query<T, Batched, List>(question, [&](int64_t query, const List& list) {
+    const int lane = threadIdx.x % 32;
+    int count = 0;
 #pragma unroll
-  for (int place = 0; place < K; ++place) {
-    const int out = place - (K - k);
-    if (out < 0) continue;
-    dist2[turn.query * k + out] = best.d[place];
-    idx[turn.query * k + out] = best.i[place] == tree::nobody ? -1 : best.i[place];
-  }
+    for (int row = 0; row < (List::capacity + 31) / 32; ++row) {
+      const Candidate<T> found = list.at(row);
+      const int place = row * 32 + lane;
+      const bool exists = place < question.k && found.i != tree::nobody;
+      if (place < question.k) {
+        out.dist2[query * question.k + place] = exists ? found.d : T(INFINITY);
+        out.idx[query * question.k + place] = exists ? found.i : -1;
+      }
+      count += __popc(__ballot_sync(whole_warp, exists));
+    }
+    if (out.counts && lane == 0) out.counts[query] = count;
+  });
 }
 
 struct ValueRows {
@@ -414,142 +508,322 @@ struct ValueRows {
   char* to;          // [N, row_bytes]
   int64_t row_bytes;
   int64_t row_stride;
+  int word;  // bytes moved at once: 1, 2, 4, 8 or 16
   int fill;  // byte of a row that has no neighbour
 };
 
-// Rows of one word are copied by their own thread; longer ones by the warp together, whole lines at a time.
 template <class Word>
-__global__ void __launch_bounds__(search_threads)
-    gather_kernel(Cloud queries, const int* order /*[N] or null*/, Tree tree, ValueRows values) {
-  __shared__ Waiting waiting;
-  const Turn turn = turn_of(queries, order);
-  tree::Best<1> best;
-  best.clear(1);
-  search(turn.q, turn.active, tree, waiting, best);
-
+__device__ __forceinline__ void copy_row(const ValueRows& values, int64_t query, int nearest) {
   Word fill;
   memset(&fill, values.fill, sizeof(Word));
-  const auto row_from = [&](int64_t row) {
-    return reinterpret_cast<const Word*>(values.from + row * values.row_stride);
-  };
-  const auto row_to = [&](int64_t row) { return reinterpret_cast<Word*>(values.to + row * values.row_bytes); };
-  if (values.row_bytes == sizeof(Word)) {
-    if (turn.has_query) *row_to(turn.query) = best.i[0] == tree::nobody ? fill : *row_from(best.i[0]);
-    return;
-  }
+  const auto* from = reinterpret_cast<const Word*>(values.from + nearest * values.row_stride);
+  auto* to = reinterpret_cast<Word*>(values.to + query * values.row_bytes);
   const int64_t words = values.row_bytes / static_cast<int64_t>(sizeof(Word));
-  const unsigned having = __ballot_sync(whole_warp, turn.has_query);
-  for (int other = 0; other < 32; ++other) {
-    const int from = __shfl_sync(whole_warp, best.i[0], other);
-    const int64_t to = __shfl_sync(whole_warp, turn.query, other);
-    if (!(having >> other & 1)) continue;
-    for (int64_t w = threadIdx.x % 32; w < words; w += 32) {
-      row_to(to)[w] = from == tree::nobody ? fill : row_from(from)[w];
+  for (int64_t w = threadIdx.x % 32; w < words; w += 32) to[w] = nearest == tree::nobody ? fill : from[w];
+}
+
+template <class T, bool Batched>
+__global__ void __launch_bounds__(warps_a_block * 32) gather_kernel(Question<T> question, ValueRows values) {
+  each_query<T, Batched, Nearest<T>>(question, [&](int64_t query, const Nearest<T>& list) {
+    const int nearest = list.at(0).i;
+    switch (values.word) {  // the same for every thread
+      case 16: return copy_row<uint4>(values, query, nearest);
+      case 8: return copy_row<uint64_t>(values, query, nearest);
+      case 4: return copy_row<uint32_t>(values, query, nearest);
+      case 2: return copy_row<uint16_t>(values, query, nearest);
+      default: return copy_row<uint8_t>(values, query, nearest);
     }
+  });
+}
+
+struct Blend {
+  const void* values;  // [M, width], rows value_stride elements apart
+  void* out;           // [N, width]
+  int64_t width;
+  int64_t value_stride;
+  DType dtype;
+};
+
+// sum(w v) / sum(w) over the neighbours, nearest first, w = 1 / max(dist2, 1e-16); lanes over the channels. In double
+// where points or values are.
+template <class V, class T, class List>
+__device__ __forceinline__ void blend_row(const Blend& blend, int64_t query, const List& list, int k) {
+  using A = std::conditional_t<sizeof(T) == 8 || sizeof(V) == 8, double, float>;
+  constexpr int rows = List::capacity / 32;
+  const int lane = threadIdx.x % 32;
+  A weight[rows], total = 0;
+#pragma unroll
+  for (int row = 0; row < rows; ++row) {
+    const Candidate<T> near = list.at(row);
+    const bool counts = row * 32 + lane < k && near.i != tree::nobody;
+    weight[row] = counts ? A(1) / max(static_cast<A>(near.d), static_cast<A>(1e-16)) : A(0);
+    for (int place = 0; place < 32; ++place) total += __shfl_sync(whole_warp, weight[row], place);
+  }
+
+  const auto* values = static_cast<const V*>(blend.values);
+  auto* out = static_cast<V*>(blend.out) + query * blend.width;
+  for (int64_t first = 0; first < blend.width; first += 32) {  // the whole warp stays: it shuffles
+    const int64_t channel = first + lane;
+    A sum = 0;
+#pragma unroll
+    for (int row = 0; row < rows; ++row) {
+      for (int place = 0; place < 32 && row * 32 + place < k; ++place) {
+        const A w = __shfl_sync(whole_warp, weight[row], place);
+        const int near = __shfl_sync(whole_warp, list.at(row).i, place);
+        if (near == tree::nobody) break;
+        if (channel < blend.width) sum += w * static_cast<A>(values[near * blend.value_stride + channel]);
+      }
+    }
+    if (channel < blend.width) out[channel] = static_cast<V>(sum / total);
   }
 }
 
-// From here on a sort of the queries pays: below, the warps are few and the launches of the sort are not.
-constexpr int64_t sorted_queries = 8192;
-
-std::optional<Buffer> query_order(const Context& context, const Cloud& queries, const Built& built) {
-  if (queries.count < sorted_queries || built.tree.levels.total == 0) return std::nullopt;
-  return curve_order(context, queries, bytes_as<const float>(built.sorted));
+template <class T, class List>
+__global__ void __launch_bounds__(warps_a_block * 32) interpolate_kernel(Question<T> question, Blend blend) {
+  each_query<T, true, List>(question, [&](int64_t query, const List& list) {
+    switch (blend.dtype) {  // the same for every thread
+      case DType::f16: return blend_row<__half, T>(blend, query, list, question.k);
+      case DType::bf16: return blend_row<__nv_bfloat16, T>(blend, query, list, question.k);
+      case DType::f64: return blend_row<double, T>(blend, query, list, question.k);
+      default: return blend_row<float, T>(blend, query, list, question.k);
+    }
+  });
 }
-
-const int* ints(const std::optional<Buffer>& order) { return order ? bytes_as<const int>(*order) : nullptr; }
 
 // ---- the launchers -------------------------------------------------------------------------------------------------
 
+constexpr int max_k = 128;
+
 Cloud cloud_of(const Tensor& points, const char* argument) {
-  if (points.rank != 2 || points.shape[1] != 3) {
-    wrong_value(argument, "shape [" + std::string(argument == std::string("queries") ? "N" : "M") + ", 3]",
+  if (points.rank != 2 || (points.shape[1] != 2 && points.shape[1] != 3)) {
+    wrong_value(argument, "shape [" + std::string(argument == std::string("queries") ? "N" : "M") + ", 2 or 3]",
                 shape_of(points));
   }
-  // leaves are counted in 28 bits, and references in a positive int
+  // boxes are counted in an int, and references in a positive one
   if (points.shape[0] > 0x7ffffff0) throw Refused{"size"};
-  return {points.as<const float>(), points.shape[0], points.stride[0], points.stride[1]};
+  return {points.data,      points.shape[0], points.stride[0],
+          points.stride[1], points.dtype,    static_cast<int>(points.shape[1])};
 }
 
-void same_dtype(const Tensor& queries, const Tensor& references) {
-  const auto floating = [](DType dtype) {
-    return dtype == DType::f16 || dtype == DType::bf16 || dtype == DType::f32 || dtype == DType::f64;
-  };
-  if (!floating(queries.dtype)) wrong_type("queries", "a floating dtype", name_of(queries.dtype));
-  if (references.dtype != queries.dtype) {
-    wrong_type("references", std::string(name_of(queries.dtype)) + " like queries", name_of(references.dtype));
+void check_k(const char* argument, int64_t k) {
+  if (k < 1 || k > max_k) wrong_value(argument, "1 to 128", std::to_string(k));
+}
+
+Pointers pointers_of(const std::optional<Tensor>& pointers, const char* argument) {
+  if (!pointers) return {nullptr, 0, 0, false};
+  if (pointers->dtype != DType::i32 && pointers->dtype != DType::i64) {
+    wrong_type(argument, "int32 or int64", name_of(pointers->dtype));
   }
+  if (pointers->rank != 1 || pointers->shape[0] < 1) {
+    wrong_value(argument, "shape [segments + 1]", shape_of(*pointers));
+  }
+  return {pointers->data, pointers->shape[0] - 1, pointers->stride[0], pointers->dtype == DType::i64};
 }
 
-template <class Body>
-void for_k(int64_t k, Body&& body) {
-  const bool found = [&]<int... K>(std::integer_sequence<int, K...>) {
-    return ((k <= K && (body.template operator()<K>(), true)) || ...);
-  }(std::integer_sequence<int, 1, 4, 8, 16, 32>{});
-  if (!found) wrong_value("k", "1 to 32", std::to_string(k));
+// One call of the family, checked: the points, their segments, and what was built of the references before.
+struct Asked {
+  Cloud queries, references;
+  Pointers query_ptr, reference_ptr;
+  const std::optional<Tensor>& index;
+
+  Asked(const Tensor& queries, const Tensor& references, const std::optional<Tensor>& query_ptr,
+        const std::optional<Tensor>& reference_ptr, const std::optional<Tensor>& index)
+      : index(index) {
+    const auto floating = [](DType dtype) {
+      return dtype == DType::f16 || dtype == DType::bf16 || dtype == DType::f32 || dtype == DType::f64;
+    };
+    if (!floating(queries.dtype)) wrong_type("queries", "a floating dtype", name_of(queries.dtype));
+    if (references.dtype != queries.dtype) {
+      wrong_type("references", std::string(name_of(queries.dtype)) + " like queries", name_of(references.dtype));
+    }
+    this->queries = cloud_of(queries, "queries"), this->references = cloud_of(references, "references");
+    if (this->queries.dims != this->references.dims) {
+      wrong_value("references", "shape [M, " + std::to_string(this->queries.dims) + "] like queries",
+                  shape_of(references));
+    }
+    if (query_ptr.has_value() != reference_ptr.has_value()) {
+      wrong_value(query_ptr ? "reference_ptr" : "query_ptr", "given, as the other pointer is", "None");
+    }
+    this->query_ptr = pointers_of(query_ptr, "query_ptr");
+    this->reference_ptr = pointers_of(reference_ptr, "reference_ptr");
+    if (this->query_ptr.segments != this->reference_ptr.segments) {
+      wrong_value("reference_ptr", "shape [" + std::to_string(this->query_ptr.segments + 1) + "] like query_ptr",
+                  shape_of(*reference_ptr));
+    }
+    if (index && (index->dtype != DType::u8 || index->rank != 1)) {
+      wrong_value("index", "what knn_index made (uint8, one dimension)",
+                  std::string(name_of(index->dtype)) + " " + shape_of(*index));
+    }
+  }
+
+  bool doubles() const { return queries.dtype == DType::f64; }
+
+  // Calls body.operator()<T, Batched>(question), with the tree built or taken from the index. Doubles have one form.
+  template <class Body>
+  void with_question(const Context& context, int64_t k, const std::optional<double>& radius, Body&& body) const {
+    const auto with = [&]<class T, bool Batched>() {
+      const auto levels = tree::levels_for(references.count);
+      const int64_t bytes = index_bytes<T>(levels);
+      std::optional<Buffer> built;
+      void* place = nullptr;
+      if (index) {
+        if (index->shape[0] != bytes || reinterpret_cast<uintptr_t>(index->data) % 16 != 0 ||
+            (bytes > 1 && index->stride[0] != 1)) {
+          wrong_value("index", std::to_string(bytes) + " contiguous bytes, as knn_index makes of these references",
+                      shape_of(*index));
+        }
+        place = index->data;
+      } else {
+        built.emplace(workspace(context, bytes));
+        place = built->view().data;
+      }
+      const Tree<T> tree = tree_in<T>(place, references.count);
+      if (!index) build_into(context, references, reference_ptr, tree);
+      Candidate<T> limit{INFINITY, tree::nobody};
+      if (radius) limit.d = mul(static_cast<T>(*radius), static_cast<T>(*radius));
+      body.template operator()<T, Batched>(
+          Question<T>{queries, tree, query_ptr, reference_ptr, static_cast<int>(k), limit});
+    };
+    if (doubles()) return with.template operator()<double, true>();
+    if (query_ptr.data) return with.template operator()<float, true>();
+    with.template operator()<float, false>();
+  }
+};
+
+template <auto kernel, class T, class Out>
+void launch_search(const Context& context, const Question<T>& question, const Out& out) {
+  launch<kernel>(context, blocks_for(question.queries.count, warps_a_block), warps_a_block * 32, question, out);
+}
+
+template <class T>
+Neighbours<T> neighbours_in(const Buffer& dist2, const Buffer& idx, const Buffer* counts) {
+  return {dist2.as<T>(), idx.as<int64_t>(), counts ? counts->as<int64_t>() : nullptr};
+}
+
+void find(const Context& context, const Asked& asked, int64_t k, const std::optional<double>& radius,
+          const Buffer& dist2, const Buffer& idx, const Buffer* counts) {
+  if (asked.queries.count == 0) return;
+  asked.with_question(context, k, radius, [&]<class T, bool Batched>(const Question<T>& question) {
+    const auto out = neighbours_in<T>(dist2, idx, counts);
+    if (k == 1) return launch_search<search_kernel<T, Batched, Nearest<T>>>(context, question, out);
+    if (k <= 32) return launch_search<search_kernel<T, Batched, Sorted<T, 1>>>(context, question, out);
+    if (k <= 64) return launch_search<search_kernel<T, true, Sorted<T, 2>>>(context, question, out);
+    launch_search<search_kernel<T, true, Sorted<T, 4>>>(context, question, out);
+  });
+}
+
+void check_radius(const char* argument, double radius) {
+  if (!(radius >= 0)) wrong_value(argument, "a radius of 0 or more", std::to_string(radius));
 }
 
 }  // namespace
 
-std::tuple<Buffer, Buffer> knn(const Context& context, const Tensor& queries /*[N, 3]*/,
-                               const Tensor& references /*[M, 3]*/, int64_t k) {
-  same_dtype(queries, references);
-  const Cloud from = cloud_of(queries, "queries"), among = cloud_of(references, "references");
-  if (k < 1 || k > 32) wrong_value("k", "1 to 32", std::to_string(k));
-  if (queries.dtype != DType::f32) throw Refused{"dtype"};
-
-  Buffer dist2 = context.empty({from.count, k}, DType::f32);
-  Buffer idx = context.empty({from.count, k}, DType::i64);
-  if (from.count > 0) {
-    const Built built = build(context, among);
-    const std::optional<Buffer> order = query_order(context, from, built);
-    for_k(k, [&]<int K>() {
-      launch<search_kernel<K>>(context, blocks_for(from.count, search_threads), search_threads, from, ints(order),
-                               built.tree, static_cast<int>(k), dist2.as<float>(), idx.as<int64_t>());
-    });
-  }
+std::tuple<Buffer, Buffer> knn(const Context& context, const Tensor& queries /*[N, D]*/,
+                               const Tensor& references /*[M, D]*/, int64_t k,
+                               const std::optional<Tensor>& query_ptr /*[B + 1]*/,
+                               const std::optional<Tensor>& reference_ptr /*[B + 1]*/, std::optional<double> radius,
+                               const std::optional<Tensor>& index /*bytes*/) {
+  const Asked asked(queries, references, query_ptr, reference_ptr, index);
+  check_k("k", k);
+  if (radius) check_radius("radius", *radius);
+  Buffer dist2 = context.empty({asked.queries.count, k}, asked.doubles() ? DType::f64 : DType::f32);
+  Buffer idx = context.empty({asked.queries.count, k}, DType::i64);
+  find(context, asked, k, radius, dist2, idx, nullptr);
   return {std::move(dist2), std::move(idx)};
 }
 
-Buffer knn_gather(const Context& context, const Tensor& queries /*[N, 3]*/, const Tensor& references /*[M, 3]*/,
-                  const Tensor& values /*[M, ...]*/) {
-  same_dtype(queries, references);
-  const Cloud from = cloud_of(queries, "queries"), among = cloud_of(references, "references");
-  if (values.rank < 1 || values.shape[0] != among.count) {
-    wrong_value("values", "shape [" + std::to_string(among.count) + ", ...], a row a reference", shape_of(values));
+std::tuple<Buffer, Buffer, Buffer> radius(const Context& context, const Tensor& queries /*[N, D]*/,
+                                          const Tensor& references /*[M, D]*/, double r, int64_t max_neighbors,
+                                          const std::optional<Tensor>& query_ptr /*[B + 1]*/,
+                                          const std::optional<Tensor>& reference_ptr /*[B + 1]*/,
+                                          const std::optional<Tensor>& index /*bytes*/) {
+  const Asked asked(queries, references, query_ptr, reference_ptr, index);
+  check_radius("r", r);
+  check_k("max_neighbors", max_neighbors);
+  const int64_t count = asked.queries.count;
+  Buffer dist2 = context.empty({count, max_neighbors}, asked.doubles() ? DType::f64 : DType::f32);
+  Buffer idx = context.empty({count, max_neighbors}, DType::i64);
+  Buffer counts = context.empty({count}, DType::i64);
+  find(context, asked, max_neighbors, r, dist2, idx, &counts);
+  return {std::move(dist2), std::move(idx), std::move(counts)};
+}
+
+Buffer knn_index(const Context& context, const Tensor& references /*[M, D]*/,
+                 const std::optional<Tensor>& reference_ptr /*[B + 1]*/) {
+  const Asked asked(references, references, reference_ptr, reference_ptr, std::nullopt);
+  const auto levels = tree::levels_for(asked.references.count);
+  const auto build = [&]<class T>() {
+    Buffer bytes = workspace(context, index_bytes<T>(levels));
+    build_into(context, asked.references, asked.reference_ptr, tree_in<T>(bytes.view().data, asked.references.count));
+    return bytes;
+  };
+  return asked.doubles() ? build.template operator()<double>() : build.template operator()<float>();
+}
+
+Buffer knn_gather(const Context& context, const Tensor& queries /*[N, D]*/, const Tensor& references /*[M, D]*/,
+                  const Tensor& values /*[M, ...]*/, const std::optional<Tensor>& query_ptr /*[B + 1]*/,
+                  const std::optional<Tensor>& reference_ptr /*[B + 1]*/,
+                  const std::optional<Tensor>& index /*bytes*/) {
+  const Asked asked(queries, references, query_ptr, reference_ptr, index);
+  if (values.rank < 1 || values.shape[0] != asked.references.count) {
+    wrong_value("values", "shape [" + std::to_string(asked.references.count) + ", ...], a row a reference",
+                shape_of(values));
   }
-  if (queries.dtype != DType::f32 || values.dtype == DType::other) throw Refused{"dtype"};
+  if (values.dtype == DType::other) throw Refused{"dtype"};
   if (!values.contiguous_from(1)) throw Refused{"unit_stride"};
 
   Tensor like = values;
-  like.shape[0] = from.count;
+  like.shape[0] = asked.queries.count;
   Buffer out = context.empty_like(like);
-  ValueRows rows{values.as<const char>(), out.as<char>(), values.itemsize, values.stride[0] * values.itemsize,
+  ValueRows rows{values.as<const char>(),
+                 out.as<char>(),
+                 values.itemsize,
+                 values.stride[0] * values.itemsize,
+                 16,
                  values.dtype == DType::boolean ? 0 : 0xff};
   for (int dim = 1; dim < values.rank; ++dim) rows.row_bytes *= values.shape[dim];
-  if (from.count == 0 || rows.row_bytes == 0) return out;
+  if (asked.queries.count == 0 || rows.row_bytes == 0) return out;
 
-  const Built built = build(context, among);
-  const std::optional<Buffer> order = query_order(context, from, built);
-  const auto with_word = [&]<class Word>() {
-    launch<gather_kernel<Word>>(context, blocks_for(from.count, search_threads), search_threads, from, ints(order),
-                                built.tree, rows);
-  };
   const auto fits = [&](int64_t bytes) {
     return rows.row_bytes % bytes == 0 && rows.row_stride % bytes == 0 &&
            reinterpret_cast<uintptr_t>(rows.from) % bytes == 0;
   };
-  if (fits(16)) {
-    with_word.operator()<uint4>();
-  } else if (fits(8)) {
-    with_word.operator()<uint64_t>();
-  } else if (fits(4)) {
-    with_word.operator()<uint32_t>();
-  } else if (fits(2)) {
-    with_word.operator()<uint16_t>();
-  } else {
-    with_word.operator()<uint8_t>();
+  while (!fits(rows.word)) rows.word /= 2;
+  asked.with_question(context, 1, std::nullopt, [&]<class T, bool Batched>(const Question<T>& question) {
+    launch_search<gather_kernel<T, Batched>>(context, question, rows);
+  });
+  return out;
+}
+
+Buffer knn_interpolate(const Context& context, const Tensor& queries /*[N, D]*/, const Tensor& references /*[M, D]*/,
+                       const Tensor& values /*[M, ...]*/, int64_t k, const std::optional<Tensor>& query_ptr /*[B + 1]*/,
+                       const std::optional<Tensor>& reference_ptr /*[B + 1]*/,
+                       const std::optional<Tensor>& index /*bytes*/) {
+  const Asked asked(queries, references, query_ptr, reference_ptr, index);
+  check_k("k", k);
+  if (values.rank < 1 || values.shape[0] != asked.references.count) {
+    wrong_value("values", "shape [" + std::to_string(asked.references.count) + ", ...], a row a reference",
+                shape_of(values));
   }
+  switch (values.dtype) {
+    case DType::f16:
+    case DType::bf16:
+    case DType::f32:
+    case DType::f64: break;
+    default: wrong_type("values", "a floating dtype", name_of(values.dtype));
+  }
+  if (!values.contiguous_from(1)) throw Refused{"unit_stride"};
+
+  Tensor like = values;
+  like.shape[0] = asked.queries.count;
+  Buffer out = context.empty_like(like);
+  Blend blend{values.data, out.view().data, 1, values.stride[0], values.dtype};
+  for (int dim = 1; dim < values.rank; ++dim) blend.width *= values.shape[dim];
+  if (asked.queries.count == 0 || blend.width == 0) return out;
+  asked.with_question(context, k, std::nullopt, [&]<class T, bool Batched>(const Question<T>& question) {
+    if (k <= 32) return launch_search<interpolate_kernel<T, Sorted<T, 1>>>(context, question, blend);
+    launch_search<interpolate_kernel<T, Sorted<T, 4>>>(context, question, blend);
+  });
   return out;
 }
 
