@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pathlib
 import re
@@ -29,8 +30,13 @@ every_op = pytest.mark.parametrize("op", EVERY_OP)
 every_sample = pytest.mark.parametrize(("op", "name"), EVERY_SAMPLE)
 
 
+@functools.cache
+def samples_of(op: Op, device: torch.device) -> dict[str, Sample]:
+    return {sample.name: sample for sample in op.samples(device)}
+
+
 def sample_of(op: Op, name: str, device: torch.device) -> Sample:
-    return next(sample for sample in op.samples(device) if sample.name == name)
+    return samples_of(op, device)[name]
 
 
 def quick(op: Op, device: torch.device) -> Sample:
@@ -142,17 +148,21 @@ def test_a_wrong_call_is_the_same_error_on_every_road(op, road, device):
     calls = op.wrong_calls(device)
     if road == "torch.ops":
         # torch's own schema check speaks where an argument is of the wrong kind
-        calls = [call for call in calls if all(isinstance(x, Tensor) for x in call.args)]
-    assert calls, "an op declares its wrong calls, some of them tensors alone"
+        calls = [
+            call
+            for call in calls
+            if call.error is ValueError or all(isinstance(x, Tensor) for x in (*call.args, *call.kwargs.values()))
+        ]
+    assert calls, "an op declares its wrong calls, some of them of the right kinds"
     for call in calls:
         function = op.packet if road == "torch.ops" else public(op)
         with prequal.reference(*([op.name] if road == "reference scope" else ["knn_gather"])):
             if road == "public":
                 with prequal.strict(False), pytest.raises(call.error, match=call.match):
-                    function(*call.args)
+                    function(*call.args, **call.kwargs)
             else:
                 with pytest.raises(call.error, match=call.match):
-                    function(*call.args)
+                    function(*call.args, **call.kwargs)
 
 
 @every_op
@@ -161,7 +171,7 @@ def test_a_wrong_call_is_not_counted(op, device):
     assert calls, "an op declares its wrong calls"
     for call in calls:
         with pytest.raises(call.error):
-            public(op)(*call.args)
+            public(op)(*call.args, **call.kwargs)
     assert op.name not in prequal.stats()
 
 
@@ -194,6 +204,7 @@ def test_it_compiles_without_a_graph_break(op, device):
 @every_op
 def test_it_compiles_inside_a_callers_function_and_module(op, device):
     args = quick(op, device).args
+    torch.compiler.reset()  # of this function, torch compiles eight ops and no more
 
     class Module(torch.nn.Module):
         def forward(self, *inputs):
@@ -216,6 +227,7 @@ def test_a_compiled_function_has_the_gradients_of_the_eager_one(op, device):
     def loss(*inputs):
         return sum(x.square().sum() for x in tensors(public(op)(*inputs)) if x.is_floating_point())
 
+    torch.compiler.reset()
     inputs = [args[i] for i in places]
     want = torch.autograd.grad(loss(*args), inputs, allow_unused=True, materialize_grads=True)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
@@ -235,7 +247,13 @@ def test_functional_transforms_are_those_of_the_reference(op, device):
             every = list(args)
             for i, x in zip(places, inputs, strict=True):
                 every[i] = x
-            return sum(x.square().sum() for x in tensors(function(*every)) if x.is_floating_point())
+            # what stands for "nothing" in an output may be infinite, and its share of the tangent then 0 * inf
+            outputs = (
+                torch.nan_to_num(x, nan=torch.nan, posinf=0.0)
+                for x in tensors(function(*every))
+                if x.is_floating_point()
+            )
+            return sum(x.square().sum() for x in outputs)
 
         return of
 
@@ -349,8 +367,8 @@ def test_a_tensor_subclass_goes_through_its_own_dispatch(op, device):
 
 @every_op
 def test_keyword_arguments_are_the_positional_ones(op, device):
-    args = op.bind(quick(op, device).args)
-    named = dict(zip(op.arguments, args, strict=True))
+    args = quick(op, device).args
+    named = dict(zip(op.arguments, op.bind(args), strict=True))
     assert op.contract.compare(public(op)(**named), op.reference(*args)) is None
     with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
         public(op)(*args, nonsense=1)

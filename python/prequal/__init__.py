@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from .errors import FallbackError as FallbackError
 from .errors import LockError as LockError
 from .errors import ReplacementError as ReplacementError
+from .errors import StaleIndexError as StaleIndexError
 from .errors import UnknownOpError as UnknownOpError
 from .runtime import manifest as _manifest
 
@@ -19,6 +20,7 @@ __version__ = _manifest.load().version or "0+unknown"
 
 # What a worker does not need at import costs it nothing there: these come when asked for.
 _LATER = {
+    "KnnIndex": "point_index",
     "LockStatus": "runtime.lock",
     "Report": "runtime.qualify",
     "TensorSpec": "runtime.qualify",
@@ -29,6 +31,7 @@ _cause = None
 
 if TYPE_CHECKING:
     from .bench.replacement import verify_replacement as verify_replacement
+    from .point_index import KnnIndex as KnnIndex
     from .runtime import metrics as metrics
     from .runtime.lock import LockStatus as LockStatus
     from .runtime.qualify import Report as Report

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class FallbackError(RuntimeError):
@@ -44,3 +45,17 @@ class ReplacementError(AssertionError):
     def __init__(self, report: object) -> None:
         super().__init__(str(report))
         self.report = report
+
+
+class StaleIndexError(RuntimeError):
+    """What a KnnIndex was built of has changed since. `argument` says what, `moved` maps what of it to (then, now)."""
+
+    def __init__(self, argument: str, moved: Mapping[str, tuple[Any, Any]]) -> None:
+        self.argument, self.moved = argument, dict(moved)
+        what = "; ".join(f"{name} {then} when built, {now} now" for name, (then, now) in self.moved.items())
+        super().__init__(
+            f"{argument}: expected what the index was built of, got a changed tensor ({what}); rebuild() it"
+        )
+
+    def __reduce__(self) -> tuple[type[StaleIndexError], tuple[str, dict[str, tuple[Any, Any]]]]:
+        return type(self), (self.argument, self.moved)

@@ -48,6 +48,7 @@ class BadCall:
     args: tuple[Any, ...]
     error: type[Exception]
     match: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,10 @@ class Op:
         self.signature = inspect.signature(reference)
         self.arguments = tuple(self.signature.parameters)
         self._defaults = tuple(parameter.default for parameter in self.signature.parameters.values())
+        # torch gives keyword-only tensors no gradient and no vmap: below the public function all go by position
+        self._positional = inspect.Signature(
+            [p.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in self.signature.parameters.values()]
+        )
         self.needs: tuple[Need, ...] = ()
         self.has_kernel = False
         self._checks: Callable[..., None] = lambda *args: None
@@ -169,7 +174,7 @@ class Op:
     # ---- torch.library --------------------------------------------------------------------------------------------
 
     def _register(self) -> None:
-        self.schema = torch.library.infer_schema(self.reference, mutates_args=())
+        self.schema = torch.library.infer_schema(self.reference, mutates_args=()).replace("*, ", "")
         qualified = f"{NAMESPACE}::{self.name}"
         LIBRARY.define(f"{self.name}{self.schema}")
         LIBRARY.impl(self.name, self._dispatched, "CompositeExplicitAutograd")
@@ -179,20 +184,26 @@ class Op:
         self.packet = getattr(getattr(torch.ops, NAMESPACE), self.name)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
-        """All arguments in the order of the signature, defaults filled in."""
-        bound = self.signature.bind(*args, **(kwargs or {}))
+        """All arguments in the order of the signature, defaults filled in. Keyword-only ones may come by position."""
+        bound = self._positional.bind(*args, **(kwargs or {}))
         bound.apply_defaults()
         return tuple(bound.arguments[name] for name in self.arguments)
 
     def _call(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Call a function that has this op's signature, keyword-only arguments by name."""
+        positional, named = self.passed(args)
+        return function(*positional, **named)
+
+    def passed(self, args: Sequence[Any], *, defaults: bool = True) -> tuple[list[Any], dict[str, Any]]:
+        """Bound arguments as a caller passes them: by position, and the keyword-only ones by name. Without `defaults`,
+        keyword-only ones that are None by default and by value are left out."""
         positional, named = [], {}
         for value, (name, parameter) in zip(args, self.signature.parameters.items(), strict=True):
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-                named[name] = value
-            else:
+            if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
                 positional.append(value)
-        return function(*positional, **named)
+            elif defaults or value is not None or parameter.default is not None:
+                named[name] = value
+        return positional, named
 
     def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
         # The dispatcher drops trailing defaults. inspect's bind costs 10 us a call, as much as a whole op.
@@ -225,8 +236,7 @@ class Op:
             return torch.stack(each), 0
         return tuple(torch.stack(column) for column in zip(*each, strict=True)), tuple(0 for _ in each[0])
 
-    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Any = None) -> None:
-        ctx.named = dict(keyword_only_inputs or {})
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = (output,) if isinstance(output, Tensor) else tuple(output)
         ctx.places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
         ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
@@ -246,7 +256,7 @@ class Op:
         result: list[Tensor | None] = [None] * len(values)
 
         if self._backward is not None:
-            named = dict(zip(self.arguments, values, strict=False)) | ctx.named
+            named = dict(zip(self.arguments, values, strict=True))
             found = self._backward(named, kept, *grads)
             for i in wanted:
                 result[i] = found.get(self.arguments[i])
@@ -256,7 +266,7 @@ class Op:
             args = list(values)
             for i, primal in zip(wanted, primals, strict=True):
                 args[i] = primal
-            return self.reference(*args, **ctx.named)
+            return self._call(self.reference, args)
 
         pull_back = torch.func.vjp(reference, *(values[i] for i in wanted))[1]
         for i, grad in zip(wanted, pull_back(grads[0] if len(grads) == 1 else grads), strict=True):

@@ -10,7 +10,7 @@ import prequal
 from prequal.bench import cases as lists
 from prequal.bench.cases import Case, Other, Peer, contract_of
 from prequal.bench.evidence import problems
-from prequal.bench.runner import ROUNDS, Options, floor_us, measure, rotated, run
+from prequal.bench.runner import ROUNDS, Options, _bound, floor_us, measure, rotated, run
 from prequal.errors import UnknownOpError
 from prequal.registry import OPS
 
@@ -223,7 +223,7 @@ def test_an_op_without_a_shape_list_is_measured_on_its_quick_sample(clock, gpu):
 
 
 def test_ops_are_chosen_by_name_and_by_basename():
-    assert [op.name for op in lists.chosen_ops(["knn"])] == ["knn", "knn_gather"]
+    assert [op.name for op in lists.chosen_ops(["knn"])] == ["knn", "knn_gather", "knn_interpolate", "radius"]
     assert [op.name for op in lists.chosen_ops(["knn_gather"])] == ["knn_gather"]
     assert lists.chosen_ops(None) == list(OPS.values())
     with pytest.raises(UnknownOpError, match="did you mean rms_norm"):
@@ -260,9 +260,9 @@ def test_the_other_ways_of_a_shape_list_hold_their_standard_on_its_sample(name):
     op = OPS[name]
     sample = next(iter(op.samples(torch.device("cpu"))))
     args = op.bind(sample.args, sample.kwargs)
-    want = op.reference(*args)
+    want = op._call(op.reference, args)
     for other in next(iter(module.cases())).others:
-        assert other.compare(other.function(*args), want, args) is None
+        assert other.compare(_bound(op, other.function, args)(), want, args) is None
 
 
 # ---- the GPU ---------------------------------------------------------------------------------------------------------

@@ -198,9 +198,17 @@ def test_a_large_cloud_agrees_with_the_reference_bit_for_bit(cuda, kind):
 
 
 def test_the_declared_cost_is_both_clouds_and_the_answer_once():
+    def cost(op, *args, **kwargs):
+        return op.op.cost_of(op.op.bind(args, kwargs))
+
     q, r = torch.ones(6, 3), torch.ones(10, 3)
-    assert prequal.knn.op.cost_of((q, r, 2)) == Cost(12 * 16 + 6 * 2 * 12)
-    assert prequal.knn.op.cost_of((q.double(), r.double(), 2)) == Cost(24 * 16 + 6 * 2 * 16)
+    at = {"query_ptr": torch.tensor([0, 6]), "reference_ptr": torch.tensor([0, 10])}
+    assert cost(prequal.knn, q, r, 2) == Cost(12 * 16 + 6 * 2 * 12)
+    assert cost(prequal.knn, q, r, 2, **at) == Cost(12 * 16 + 6 * 2 * 12 + 32)
+    assert cost(prequal.knn, q.double(), r.double(), 2) == Cost(24 * 16 + 6 * 2 * 16)
+    assert cost(prequal.knn, q[:, :2].half(), r[:, :2].half(), 2) == Cost(4 * 16 + 6 * 2 * 12)
+    assert cost(prequal.radius, q, r, 1.0, 2) == Cost(12 * 16 + 6 * 2 * 12 + 6 * 8)
     labels = torch.ones(10, 5, dtype=torch.int16)
-    assert prequal.knn_gather.op.cost_of((q, r, labels)) == Cost(12 * 16 + 10 * 12)
-    assert prequal.knn_gather.op.cost_of((r, q, labels[:6])) == Cost(12 * 16 + 10 * (6 + 10))
+    assert cost(prequal.knn_gather, q, r, labels) == Cost(12 * 16 + 10 * 12)
+    assert cost(prequal.knn_gather, r, q, labels[:6]) == Cost(12 * 16 + 10 * (6 + 10))
+    assert cost(prequal.knn_interpolate, q, r, labels.float(), 3) == Cost(12 * 16 + 20 * 12)

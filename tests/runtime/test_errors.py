@@ -16,6 +16,7 @@ from prequal.registry import OPS
         prequal.FallbackError("knn", "cuda:0", "no_cuda", "why"),
         prequal.LockError("lock: broken"),
         prequal.UnknownOpError("disable", "knnn", OPS),
+        prequal.StaleIndexError("references", {"version": (0, 1)}),
     ],
     ids=lambda error: type(error).__name__,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,9 +91,9 @@ def measure(case: Case, device: Device, options: Options | None = None, say: Say
 
     with torch.no_grad():
         right = _those_who_are_right(case, op, args, everybody, row, say)
-        _time(case, device, args, right, row, options)
+        _time(case, op, device, args, right, row, options)
         for one in right:
-            row["by"][one.name] = _figures(one, cost, device, args)
+            row["by"][one.name] = _figures(one, op, cost, device, args)
             figures = row["by"][one.name]
             if one.kind == "prequal":
                 figures["path"] = _path(op, args)
@@ -110,7 +111,7 @@ def _those_who_are_right(
     right = []
     for one in everybody:
         try:
-            got = case.compared(one.function(*args))
+            got = case.compared(_bound(op, one.function, args)())
             wrong = one.compare(got, want, few)
         except Exception as error:  # a peer's failure, or ours: reported, never timed
             row.setdefault("failed", {})[one.name] = _short(error)
@@ -155,6 +156,7 @@ def rotated(args: tuple[Any, ...], cache_bytes: int) -> tuple[list[tuple[Any, ..
 
 def _time(
     case: Case,
+    op: Op,
     device: Device,
     args: tuple[Any, ...],
     right: Sequence[Candidate],
@@ -162,7 +164,7 @@ def _time(
     options: Options,
 ) -> None:
     runs = math.ceil((options.runs or case.runs) / options.rounds)
-    calls: dict[str, Call] = {one.name: _bound(one.function, args) for one in right}
+    calls: dict[str, Call] = {one.name: _bound(op, one.function, args) for one in right}
     for one in right:
         device.device_us(calls[one.name], WARM_UPS)
     for _ in range(options.rounds):
@@ -177,7 +179,7 @@ def _time(
         if Spread.of(one.device_us).median >= GRAPH_BELOW_US:
             continue
         try:
-            graph = device.captured([_bound(one.function, copies[i % len(copies)]) for i in range(GRAPH_CALLS)])
+            graph = device.captured([_bound(op, one.function, copies[i % len(copies)]) for i in range(GRAPH_CALLS)])
         except Exception as error:  # a host read, or an allocation of its own: its users cannot capture it either
             row.setdefault("not_capturable", {})[one.name] = _short(error)
             continue
@@ -191,11 +193,13 @@ def _time(
                 one.graph_us += graphs[one.name](runs)
 
 
-def _bound(function: Callable[..., Any], args: tuple[Any, ...]) -> Call:
-    return lambda: function(*args)
+def _bound(op: Op, function: Callable[..., Any], args: tuple[Any, ...]) -> Call:
+    """What is optional and not asked for is not passed: others have no such argument."""
+    positional, named = op.passed(args, defaults=False)
+    return partial(function, *positional, **named)
 
 
-def _figures(one: Candidate, cost: Cost | None, device: Device, args: tuple[Any, ...]) -> dict[str, Any]:
+def _figures(one: Candidate, op: Op, cost: Cost | None, device: Device, args: tuple[Any, ...]) -> dict[str, Any]:
     spread = Spread.of(one.device_us)
     found: dict[str, Any] = {
         "kind": one.kind,
@@ -210,7 +214,7 @@ def _figures(one: Candidate, cost: Cost | None, device: Device, args: tuple[Any,
         found["TB_s"] = round(cost.bytes / spread.median / 1e6, 3)
         if cost.flops:
             found["TFLOP_s"] = round(cost.flops / spread.median / 1e6, 3)
-    peak = device.peak_bytes(_bound(one.function, args))
+    peak = device.peak_bytes(_bound(op, one.function, args))
     if peak is not None:
         found["peak_bytes"] = peak
     return found

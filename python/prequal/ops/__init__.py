@@ -2,4 +2,6 @@
 
 from .knn import knn as knn
 from .knn import knn_gather as knn_gather
+from .knn import knn_interpolate as knn_interpolate
+from .knn import radius as radius
 from .rms_norm import rms_norm as rms_norm

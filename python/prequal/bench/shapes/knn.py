@@ -17,19 +17,44 @@ from prequal.bench.cases import Case, Other, Peer
 from prequal.registry import Cost
 
 
+def searched(queries: Tensor, references: Tensor, query_ptr: Tensor | None, reference_ptr: Tensor | None) -> int:
+    """The bytes of both point sets and their pointers, once; an index holds the references in another order."""
+    read = [x for x in (queries, references, query_ptr, reference_ptr) if x is not None]
+    return sum(x.numel() * x.element_size() for x in read)
+
+
+def found(queries: Tensor, k: int) -> int:
+    """The bytes of a distance and an index a neighbour."""
+    return queries.shape[0] * k * ((8 if queries.element_size() == 8 else 4) + 8)
+
+
 @prequal.knn.cost
-def _(queries, references, k):
-    # Both point sets once, a distance and an index a neighbour. No FLOPs: how many pairs must be looked at depends on
-    # the points, and the search of the reference (all of them) bounds nobody.
-    n, m, size = queries.shape[0], references.shape[0], queries.element_size()
-    return Cost(3 * size * (n + m) + n * k * (8 if size == 8 else 4) + 8 * n * k)
+def _(queries, references, k, query_ptr, reference_ptr, radius, index):
+    # No FLOPs: how many pairs must be looked at depends on the points, and the search of the reference (all of them)
+    # bounds nobody.
+    return Cost(searched(queries, references, query_ptr, reference_ptr) + found(queries, k))
+
+
+@prequal.radius.cost
+def _(queries, references, r, max_neighbors, query_ptr, reference_ptr, index):
+    read = searched(queries, references, query_ptr, reference_ptr)
+    return Cost(read + found(queries, max_neighbors) + 8 * queries.shape[0])
 
 
 @prequal.knn_gather.cost
-def _(queries, references, values):
-    n, m, size = queries.shape[0], references.shape[0], queries.element_size()
+def _(queries, references, values, query_ptr, reference_ptr, index):
+    n, m = queries.shape[0], references.shape[0]
     row = math.prod(values.shape[1:]) * values.element_size()
-    return Cost(3 * size * (n + m) + (min(n, m) + n) * row)  # several queries may ask for one row
+    read = searched(queries, references, query_ptr, reference_ptr)
+    return Cost(read + (min(n, m) + n) * row)  # several queries may ask for one row
+
+
+@prequal.knn_interpolate.cost
+def _(queries, references, values, k, query_ptr, reference_ptr, index):
+    n, m = queries.shape[0], references.shape[0]
+    row = math.prod(values.shape[1:]) * values.element_size()
+    read = searched(queries, references, query_ptr, reference_ptr)
+    return Cost(read + (min(n, m) + n) * row)  # one of the k rows at least must come from its own place
 
 
 QUERIES, REFERENCES = 100_000, 8_000  # a mesh's vertices, labelled from a sample
