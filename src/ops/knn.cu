@@ -4,6 +4,7 @@
 // says why that is exact). Nothing depends on the density of the cloud: the curve measures in points.
 // Bytes: 12 (N + M) read, 12 N k written; some 45 M of workspace. No host read: the launches can be captured.
 // Numerics: fp32 (fp64 for doubles), direct differences, each operation rounded once: the reference's bits.
+#include <cstdio>
 #include <cub/device/device_radix_sort.cuh>
 #include <tuple>
 
@@ -144,7 +145,8 @@ __global__ void leaves_of(Cloud references, const int* order /*[M]*/, Tree<T> tr
       const Point<T> p = references.at<T>(index);
       if (tree::finite(p)) {
         labelled = {p.x, p.y, p.z, index};
-        box = {{p.x, p.y, p.z}, {p.x, p.y, p.z}, index, index};
+        const T x = p.x + T(0), y = p.y + T(0), z = p.z + T(0);  // -0 as 0: a box has one zero
+        box = {{x, y, z}, {x, y, z}, index, index};
       }
     }
     tree.points[place] = labelled;
@@ -163,14 +165,14 @@ __device__ __forceinline__ void make_box(const Tree<T>& tree, int level, int64_t
 }
 
 template <class T>
-__global__ void boxes_of(Tree<T> tree, int level) {
+__global__ void boxes_of(const __grid_constant__ Tree<T> tree, int level) {
   const int64_t place = blockIdx.x * static_cast<int64_t>(warps_a_block) + threadIdx.x / 32;
   if (place < static_cast<int64_t>(tree.levels.groups[level]) * tree::fan) make_box(tree, level, place);
 }
 
 // The levels from this one up, by one block.
 template <class T>
-__global__ void __launch_bounds__(build_threads) boxes_above(Tree<T> tree, int level) {
+__global__ void __launch_bounds__(build_threads) boxes_above(const __grid_constant__ Tree<T> tree, int level) {
   for (; level < tree.levels.count; ++level) {
     for (int place = threadIdx.x / 32; place < tree.levels.groups[level] * tree::fan; place += blockDim.x / 32) {
       make_box(tree, level, place);
@@ -484,7 +486,8 @@ struct Neighbours {
 };
 
 template <class T, bool Batched, class List>
-__global__ void __launch_bounds__(warps_a_block * 32) search_kernel(Question<T> question, Neighbours<T> out) {
+__global__ void __launch_bounds__(warps_a_block * 32)
+    search_kernel(const __grid_constant__ Question<T> question, Neighbours<T> out) {
   each_query<T, Batched, List>(question, [&](int64_t query, const List& list) {
     const int lane = threadIdx.x % 32;
     int count = 0;
@@ -523,7 +526,8 @@ __device__ __forceinline__ void copy_row(const ValueRows& values, int64_t query,
 }
 
 template <class T, bool Batched>
-__global__ void __launch_bounds__(warps_a_block * 32) gather_kernel(Question<T> question, ValueRows values) {
+__global__ void __launch_bounds__(warps_a_block * 32)
+    gather_kernel(const __grid_constant__ Question<T> question, ValueRows values) {
   each_query<T, Batched, Nearest<T>>(question, [&](int64_t query, const Nearest<T>& list) {
     const int nearest = list.at(0).i;
     switch (values.word) {  // the same for every thread
@@ -544,19 +548,22 @@ struct Blend {
   DType dtype;
 };
 
-// sum(w v) / sum(w) over the neighbours, nearest first, w = 1 / max(dist2, 1e-16); lanes over the channels. In double
-// where points or values are.
+// sum(w v) / sum(w) over the neighbours, nearest first, w = d[0] / d with d = max(dist2, 1e-16); lanes over the channels.
+// In double where points or values are.
 template <class V, class T, class List>
 __device__ __forceinline__ void blend_row(const Blend& blend, int64_t query, const List& list, int k) {
   using A = std::conditional_t<sizeof(T) == 8 || sizeof(V) == 8, double, float>;
   constexpr int rows = List::capacity / 32;
   const int lane = threadIdx.x % 32;
+  const auto distance = [](const Candidate<T>& near) { return max(static_cast<A>(near.d), static_cast<A>(1e-16)); };
+  const A nearest = __shfl_sync(whole_warp, distance(list.at(0)), 0);
   A weight[rows], total = 0;
 #pragma unroll
   for (int row = 0; row < rows; ++row) {
     const Candidate<T> near = list.at(row);
+    const A d = distance(near);
     const bool counts = row * 32 + lane < k && near.i != tree::nobody;
-    weight[row] = counts ? A(1) / max(static_cast<A>(near.d), static_cast<A>(1e-16)) : A(0);
+    weight[row] = !counts ? A(0) : d == nearest ? A(1) : nearest / d;  // equal infinities too weigh the same
     for (int place = 0; place < 32; ++place) total += __shfl_sync(whole_warp, weight[row], place);
   }
 
@@ -579,7 +586,8 @@ __device__ __forceinline__ void blend_row(const Blend& blend, int64_t query, con
 }
 
 template <class T, class List>
-__global__ void __launch_bounds__(warps_a_block * 32) interpolate_kernel(Question<T> question, Blend blend) {
+__global__ void __launch_bounds__(warps_a_block * 32)
+    interpolate_kernel(const __grid_constant__ Question<T> question, Blend blend) {
   each_query<T, true, List>(question, [&](int64_t query, const List& list) {
     switch (blend.dtype) {  // the same for every thread
       case DType::f16: return blend_row<__half, T>(blend, query, list, question.k);
@@ -594,10 +602,9 @@ __global__ void __launch_bounds__(warps_a_block * 32) interpolate_kernel(Questio
 
 constexpr int max_k = 128;
 
-Cloud cloud_of(const Tensor& points, const char* argument) {
+Cloud cloud_of(const Tensor& points, const char* argument, const char* rows) {
   if (points.rank != 2 || (points.shape[1] != 2 && points.shape[1] != 3)) {
-    wrong_value(argument, "shape [" + std::string(argument == std::string("queries") ? "N" : "M") + ", 2 or 3]",
-                shape_of(points));
+    wrong_value(argument, "shape [" + std::string(rows) + ", 2] or [" + rows + ", 3]", shape_of(points));
   }
   // boxes are counted in an int, and references in a positive one
   if (points.shape[0] > 0x7ffffff0) throw Refused{"size"};
@@ -605,8 +612,21 @@ Cloud cloud_of(const Tensor& points, const char* argument) {
           points.stride[1], points.dtype,    static_cast<int>(points.shape[1])};
 }
 
+void is_floating(const Tensor& points, const char* argument) {
+  const DType dtype = points.dtype;
+  if (dtype == DType::f16 || dtype == DType::bf16 || dtype == DType::f32 || dtype == DType::f64) return;
+  wrong_type(argument, "a floating dtype", name_of(dtype));
+}
+
 void check_k(const char* argument, int64_t k) {
   if (k < 1 || k > max_k) wrong_value(argument, "1 to 128", std::to_string(k));
+}
+
+void check_radius(const char* argument, double radius) {
+  if (radius >= 0) return;
+  char text[32];
+  std::snprintf(text, sizeof(text), "%g", radius);
+  wrong_value(argument, "a number from 0", text);
 }
 
 Pointers pointers_of(const std::optional<Tensor>& pointers, const char* argument) {
@@ -614,9 +634,7 @@ Pointers pointers_of(const std::optional<Tensor>& pointers, const char* argument
   if (pointers->dtype != DType::i32 && pointers->dtype != DType::i64) {
     wrong_type(argument, "int32 or int64", name_of(pointers->dtype));
   }
-  if (pointers->rank != 1 || pointers->shape[0] < 1) {
-    wrong_value(argument, "shape [segments + 1]", shape_of(*pointers));
-  }
+  if (pointers->rank != 1 || pointers->shape[0] < 1) wrong_value(argument, "shape [B + 1]", shape_of(*pointers));
   return {pointers->data, pointers->shape[0] - 1, pointers->stride[0], pointers->dtype == DType::i64};
 }
 
@@ -629,20 +647,18 @@ struct Asked {
   Asked(const Tensor& queries, const Tensor& references, const std::optional<Tensor>& query_ptr,
         const std::optional<Tensor>& reference_ptr, const std::optional<Tensor>& index)
       : index(index) {
-    const auto floating = [](DType dtype) {
-      return dtype == DType::f16 || dtype == DType::bf16 || dtype == DType::f32 || dtype == DType::f64;
-    };
-    if (!floating(queries.dtype)) wrong_type("queries", "a floating dtype", name_of(queries.dtype));
+    is_floating(queries, "queries");
     if (references.dtype != queries.dtype) {
       wrong_type("references", std::string(name_of(queries.dtype)) + " like queries", name_of(references.dtype));
     }
-    this->queries = cloud_of(queries, "queries"), this->references = cloud_of(references, "references");
-    if (this->queries.dims != this->references.dims) {
-      wrong_value("references", "shape [M, " + std::to_string(this->queries.dims) + "] like queries",
-                  shape_of(references));
+    this->queries = cloud_of(queries, "queries", "N");
+    if (references.rank != 2 || references.shape[1] != queries.shape[1]) {
+      wrong_value("references", "shape [M, " + std::to_string(queries.shape[1]) + "]", shape_of(references));
     }
+    this->references = cloud_of(references, "references", "M");
     if (query_ptr.has_value() != reference_ptr.has_value()) {
-      wrong_value(query_ptr ? "reference_ptr" : "query_ptr", "given, as the other pointer is", "None");
+      wrong_type(query_ptr ? "reference_ptr" : "query_ptr",
+                 std::string("a torch.Tensor beside ") + (query_ptr ? "query_ptr" : "reference_ptr"), "NoneType");
     }
     this->query_ptr = pointers_of(query_ptr, "query_ptr");
     this->reference_ptr = pointers_of(reference_ptr, "reference_ptr");
@@ -650,10 +666,9 @@ struct Asked {
       wrong_value("reference_ptr", "shape [" + std::to_string(this->query_ptr.segments + 1) + "] like query_ptr",
                   shape_of(*reference_ptr));
     }
-    if (index && (index->dtype != DType::u8 || index->rank != 1)) {
-      wrong_value("index", "what knn_index made (uint8, one dimension)",
-                  std::string(name_of(index->dtype)) + " " + shape_of(*index));
-    }
+    if (!index) return;
+    if (index->dtype != DType::u8) wrong_type("index", "uint8, as knn_index makes it", name_of(index->dtype));
+    if (index->rank != 1) wrong_value("index", "shape [bytes]", shape_of(*index));
   }
 
   bool doubles() const { return queries.dtype == DType::f64; }
@@ -667,11 +682,12 @@ struct Asked {
       std::optional<Buffer> built;
       void* place = nullptr;
       if (index) {
-        if (index->shape[0] != bytes || reinterpret_cast<uintptr_t>(index->data) % 16 != 0 ||
-            (bytes > 1 && index->stride[0] != 1)) {
-          wrong_value("index", std::to_string(bytes) + " contiguous bytes, as knn_index makes of these references",
+        if (index->shape[0] != bytes) {
+          wrong_value("index", "shape [" + std::to_string(bytes) + "], as knn_index makes it of these references",
                       shape_of(*index));
         }
+        if (!index->contiguous_from(0)) throw Refused{"unit_stride"};
+        if (reinterpret_cast<uintptr_t>(index->data) % 16 != 0) throw Refused{"alignment"};
         place = index->data;
       } else {
         built.emplace(workspace(context, bytes));
@@ -712,10 +728,6 @@ void find(const Context& context, const Asked& asked, int64_t k, const std::opti
   });
 }
 
-void check_radius(const char* argument, double radius) {
-  if (!(radius >= 0)) wrong_value(argument, "a radius of 0 or more", std::to_string(radius));
-}
-
 }  // namespace
 
 std::tuple<Buffer, Buffer> knn(const Context& context, const Tensor& queries /*[N, D]*/,
@@ -750,14 +762,15 @@ std::tuple<Buffer, Buffer, Buffer> radius(const Context& context, const Tensor& 
 
 Buffer knn_index(const Context& context, const Tensor& references /*[M, D]*/,
                  const std::optional<Tensor>& reference_ptr /*[B + 1]*/) {
-  const Asked asked(references, references, reference_ptr, reference_ptr, std::nullopt);
-  const auto levels = tree::levels_for(asked.references.count);
+  is_floating(references, "references");
+  const Cloud cloud = cloud_of(references, "references", "M");
+  const Pointers segments = pointers_of(reference_ptr, "reference_ptr");
   const auto build = [&]<class T>() {
-    Buffer bytes = workspace(context, index_bytes<T>(levels));
-    build_into(context, asked.references, asked.reference_ptr, tree_in<T>(bytes.view().data, asked.references.count));
+    Buffer bytes = workspace(context, index_bytes<T>(tree::levels_for(cloud.count)));
+    build_into(context, cloud, segments, tree_in<T>(bytes.view().data, cloud.count));
     return bytes;
   };
-  return asked.doubles() ? build.template operator()<double>() : build.template operator()<float>();
+  return references.dtype == DType::f64 ? build.template operator()<double>() : build.template operator()<float>();
 }
 
 Buffer knn_gather(const Context& context, const Tensor& queries /*[N, D]*/, const Tensor& references /*[M, D]*/,

@@ -455,18 +455,21 @@ def _check_pointers(queries, references, query_ptr, reference_ptr):
             raise TypeError(f"{name}: expected a torch.Tensor beside {other_name}, got NoneType")
     if query_ptr is None:
         return
-    for name, x in (("query_ptr", query_ptr), ("reference_ptr", reference_ptr)):
-        if x.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name}: expected int32 or int64, got {c.short(x.dtype)}")
-        if x.dim() != 1 or x.shape[0] == 0:
-            raise ValueError(f"{name}: expected shape [B + 1], got {list(x.shape)}")
-    c.has_shape("reference_ptr", reference_ptr, (int(query_ptr.shape[0]),), " like query_ptr")
-    for name, x, rows in (
-        ("query_ptr", query_ptr, queries.shape[0]),
-        ("reference_ptr", reference_ptr, references.shape[0]),
-    ):
-        if is_readable(x) and partition(x, rows) is None:
-            raise ValueError(f"{name}: expected offsets that rise from 0 to {rows}, got {x.tolist()[:8]}")
+    _check_pointer("query_ptr", query_ptr, queries.shape[0])
+    _check_pointer("reference_ptr", reference_ptr, references.shape[0], query_ptr)
+
+
+def _check_pointer(name, pointer, rows, like=None):
+    if pointer is None:
+        return
+    if pointer.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected int32 or int64, got {c.short(pointer.dtype)}")
+    if pointer.dim() != 1 or pointer.shape[0] == 0:
+        raise ValueError(f"{name}: expected shape [B + 1], got {list(pointer.shape)}")
+    if like is not None:
+        c.has_shape(name, pointer, (int(like.shape[0]),), " like query_ptr")
+    if is_readable(pointer) and partition(pointer, rows) is None:
+        raise ValueError(f"{name}: expected offsets that rise from 0 to {rows}, got {pointer.tolist()[:8]}")
 
 
 def _check_radius(name, value):
@@ -997,3 +1000,170 @@ def _(device):
     yield from wrong_counts("max_neighbors", lambda most: (points, points, 1.0, most))
     for value, error, text in WRONG_RADII:
         yield BadCall((points, points, value, 4), error, f"r: {text}")
+
+
+# ---- the search structure ------------------------------------------------------------------------------------------
+
+FAN, KNOTS, KEY_BITS = 32, 1024, 30  # as in include/prequal/knn_tree.h
+NO_INDEX = 2**31 - 1
+
+
+def index_samples(device):
+    yield Sample("quick", (cloud(device, 503, 2),))
+    for m in (0, 1, 31, 32, 33, 1023, 1024, 1025, 12289, 33000):
+        yield Sample(f"{m} points", (cloud(device, m, 3),))
+    for kind in KINDS:
+        yield Sample(kind, (cloud(device, 1201, 4, kind),))
+    for dim in (2, 3):
+        for dtype in (torch.float16, torch.bfloat16, torch.float64):
+            yield Sample(f"{dim} dimensions, {c.short(dtype)}", (cloud(device, 1201, 5, dim=dim).to(dtype),))
+    yield Sample("strided", (cloud(device, 700, 6, dim=3).repeat(1, 2)[::2, 1:4],))
+    for name, _, lengths, _ in SEGMENTS:
+        pointer = offsets(device, lengths, torch.int32)
+        yield Sample(name, (cloud(device, sum(lengths), 7),), {"reference_ptr": pointer})
+    pointer = offsets(device, [300, 0, 7, 900])
+    yield Sample("segments, doubles", (cloud(device, 1207, 7).double(),), {"reference_ptr": pointer})
+
+
+@op(samples=index_samples, contract=Exact(ties="the lower reference index"))
+def knn_index(references: Tensor, *, reference_ptr: Tensor | None = None) -> Tensor:
+    """The search structure of a point cloud, for the `index` of `knn` and its kin. `prequal.KnnIndex` keeps one.
+
+    Args:
+        references: [M, D], floating, D 2 or 3.
+        reference_ptr: [B + 1], int32 or int64: segments of a ragged batch, as in `knn`.
+
+    Returns:
+        [bytes], uint8, some 17 bytes a reference (33 for float64): leaves of 32 references that are neighbours on a
+        Morton curve of their ranks along the axes, then groups of 32 bounding boxes, level by level. Its layout is that
+        of this version and no other's: made to be passed on, not stored.
+
+    Raises:
+        TypeError: not tensors, or not floating; a pointer that is neither int32 nor int64.
+        ValueError: not [M, 2] or [M, 3]; a pointer as `knn` refuses it.
+
+    Contract: Exact: the same bytes by both paths.
+
+    Source: bounding-volume search over points sorted along a curve; after the grid-hash kNN it replaces.
+    """
+    m, dims = references.shape
+    wide = working_dtype(references)
+    if m == 0:
+        return references.new_empty(0, dtype=torch.uint8)
+    xyz = torch.nn.functional.pad(references.detach().to(wide), (0, 3 - dims))
+    order = curve_order(xyz, dims, reference_ptr)
+
+    # leaves: whole ones, filled up with points that are nobody's neighbour
+    boxes = -(-m // FAN)
+    pad = boxes * FAN - m
+    exists = torch.nn.functional.pad(torch.isfinite(xyz).all(1)[order], (0, pad))
+    at = torch.nn.functional.pad(xyz[order], (0, 0, 0, pad)).masked_fill(~exists[:, None], 0.0)
+    index = torch.nn.functional.pad(order, (0, pad)).masked_fill(~exists, -1)
+    label = index.to(torch.int64 if wide == torch.float64 else torch.int32)
+    parts = [torch.cat([as_bytes(at), as_bytes(label[:, None])], 1).flatten()]
+
+    at = at + 0.0  # -0 as 0: a box has one zero
+    low, high = (at.masked_fill(~exists[:, None], limit) for limit in (torch.inf, -torch.inf))
+    lowest, highest = index.masked_fill(~exists, NO_INDEX), index
+    low, high = low.view(-1, FAN, 3).amin(1), high.view(-1, FAN, 3).amax(1)
+    lowest, highest = lowest.view(-1, FAN).amin(1), highest.view(-1, FAN).amax(1)
+    while True:
+        groups = -(-boxes // FAN)
+        fill = (0, groups * FAN - boxes)
+        low, high = (
+            torch.nn.functional.pad(x, (0, 0, *fill), value=limit).view(groups, FAN, 3)
+            for x, limit in ((low, torch.inf), (high, -torch.inf))
+        )
+        lowest = torch.nn.functional.pad(lowest, fill, value=NO_INDEX).view(groups, FAN)
+        highest = torch.nn.functional.pad(highest, fill, value=-1).view(groups, FAN)
+        group = [as_bytes(x.transpose(1, 2).reshape(groups, -1)) for x in (low, high)]
+        group += [as_bytes(x.to(torch.int32)) for x in (lowest, highest)]
+        parts.append(torch.cat(group, 1).flatten())
+        if boxes <= FAN:
+            return torch.cat(parts)
+        boxes = groups
+        low, high, lowest, highest = low.amin(1), high.amax(1), lowest.amin(1), highest.amax(1)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def curve_order(xyz: Tensor, dims: int, reference_ptr: Tensor | None) -> Tensor:
+    """[M] int64: the references along a Morton curve of their ranks; of a batch, segment by segment."""
+    m = xyz.shape[0]
+    exists = torch.isfinite(xyz).all(1)
+    row = torch.arange(KNOTS, device=xyz.device)
+    sample = row if m <= KNOTS else row * m // KNOTS
+    there = (sample < m) & exists[sample.clamp(max=m - 1)]
+    knots = xyz[sample.clamp(max=m - 1)].masked_fill(~there[:, None], torch.inf).sort(0).values
+
+    key = torch.zeros(m, dtype=torch.int64, device=xyz.device)
+    for axis in range(dims):
+        rank = torch.searchsorted(knots[:, axis].contiguous(), xyz[:, axis].contiguous(), right=True)
+        rank = rank.clamp(max=KNOTS - 1)
+        for bit in range(10):
+            key = key | ((rank >> bit) & 1) << (bit * dims + axis)
+    if dims == 2:
+        key = key << 10
+    key = key.masked_fill(~exists, 2**KEY_BITS - 1)
+    if reference_ptr is not None:
+        ends = reference_ptr.to(torch.int64)[1:].contiguous()
+        key = key | torch.searchsorted(ends, torch.arange(m, device=xyz.device), right=True) << KEY_BITS
+    bits = 8
+    while bits < KEY_BITS and 1 << bits < m:
+        bits += 8
+    return (key >> (KEY_BITS - min(bits, KEY_BITS))).sort(stable=True).indices
+
+
+@knn_index.check
+def _(references, reference_ptr):
+    c.is_tensor("references", references)
+    if reference_ptr is not None:
+        c.is_tensor("reference_ptr", reference_ptr)
+    c.same_device(references=references, reference_ptr=reference_ptr)
+    c.is_floating("references", references)
+    if references.dim() != 2 or references.shape[1] not in (2, 3):
+        raise ValueError(f"references: expected shape [M, 2] or [M, 3], got {list(references.shape)}")
+    _check_pointer("reference_ptr", reference_ptr, references.shape[0])
+
+
+@knn_index.fake
+def _(references, reference_ptr):
+    boxes = -(-references.shape[0] // FAN)
+    size = 8 if references.dtype == torch.float64 else 4
+    total = boxes * FAN * 4 * size
+    while boxes > 0:
+        total += -(-boxes // FAN) * FAN * (6 * size + 8)
+        if boxes <= FAN:
+            break
+        boxes = -(-boxes // FAN)
+    return references.new_empty(total, dtype=torch.uint8)
+
+
+knn_index.kernel(
+    needs=[
+        c.dtype_in("references", torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        c.at_most("references", 0, 0x7FFFFFF0),
+    ]
+)
+
+
+@knn_index.bad_calls
+def _(device):
+    points = torch.ones(4, 3, device=device)
+    at = torch.tensor([0, 4], device=device)
+
+    def bad(error, match, references=points, **kwargs):
+        return BadCall((references,), error, match, kwargs)
+
+    yield bad(TypeError, r"references: expected a torch.Tensor, got list", points.tolist())
+    yield bad(TypeError, r"references: expected a floating dtype, got int64", points.long())
+    for shape in ((4,), (4, 1), (1, 4, 3)):
+        text = rf"references: expected shape \[M, 2\] or \[M, 3\], got \[{', '.join(str(n) for n in shape)}\]"
+        yield bad(ValueError, text, torch.ones(shape, device=device))
+    yield bad(TypeError, r"reference_ptr: expected int32 or int64, got float32", reference_ptr=at.float())
+    yield bad(ValueError, r"reference_ptr: expected shape \[B \+ 1\], got \[0\]", reference_ptr=at[:0])
+    if device.type == "cuda":
+        text = r"reference_ptr: expected a tensor on cuda:\d like references, got cpu"
+        yield bad(ValueError, text, reference_ptr=at.cpu())
