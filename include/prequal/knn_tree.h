@@ -58,6 +58,41 @@ PREQUAL_HD bool comes_before(T d, int i, T other_d, int other_i) {
   return d < other_d || (d == other_d && i < other_i);
 }
 
+// The k best of what was offered, sorted, in K >= k places. The first K - k are taken by sentinels that nothing beats, so
+// that the last place is always the k-th best and every index is known at compile time (registers, not local memory).
+template <int K>
+struct Best {
+  float d[K];
+  int i[K];
+
+  // `limit`: only what comes before (limit, nobody) is ever held.
+  PREQUAL_HD void clear(int k, float limit) {
+#pragma unroll
+    for (int place = 0; place < K; ++place) {
+      const bool sentinel = place < K - k;
+      d[place] = sentinel ? -1.0f : limit;
+      i[place] = sentinel ? -1 : nobody;
+    }
+  }
+
+  PREQUAL_HD float worst() const { return d[K - 1]; }
+  PREQUAL_HD bool full() const { return i[K - 1] != nobody; }
+
+  PREQUAL_HD void offer(float distance, int index) {
+    if (!comes_before(distance, index, d[K - 1], i[K - 1])) return;
+    d[K - 1] = distance;
+    i[K - 1] = index;
+#pragma unroll
+    for (int place = K - 1; place > 0; --place) {
+      const bool swap = comes_before(d[place], i[place], d[place - 1], i[place - 1]);
+      const float near_d = swap ? d[place] : d[place - 1], far_d = swap ? d[place - 1] : d[place];
+      const int near_i = swap ? i[place] : i[place - 1], far_i = swap ? i[place - 1] : i[place];
+      d[place - 1] = near_d, d[place] = far_d;
+      i[place - 1] = near_i, i[place] = far_i;
+    }
+  }
+};
+
 // ---- the tree: leaves of `fan` consecutive sorted points, boxes in groups of `fan`, a box over each group ------------
 
 inline constexpr int fan = 32;        // a warp looks at a leaf, or at a group, in one step

@@ -4,6 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
+#include <atomic>
 #include <string>
 #include <vector>
 
@@ -32,6 +34,29 @@ struct Registered {
     return true;
   }();
 };
+
+inline int attribute_of(int device, cudaDeviceAttr attribute) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, attribute, device), "device attribute");
+  return value;
+}
+
+// With more dynamic shared memory than the 48 KB that need no asking: the most that the device gives is asked for, once.
+template <auto kernel, class... Args>
+void launch_with_shared(const Context& context, dim3 grid, dim3 block, int shared_bytes, Args... args) {
+  (void)Registered<kernel>::done;
+  static std::array<std::atomic<bool>, 64> asked{};  // by device
+  const auto* function = reinterpret_cast<const void*>(kernel);
+  auto& done = asked.at(static_cast<size_t>(context.device));
+  if (!done.load(std::memory_order_relaxed)) {
+    const int most = attribute_of(context.device, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "shared memory");
+    done.store(true, std::memory_order_relaxed);
+  }
+  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&args))...};
+  const auto stream = static_cast<cudaStream_t>(context.stream);
+  check(cudaLaunchKernel(function, grid, block, pointers, static_cast<size_t>(shared_bytes), stream), "launch");
+}
 
 template <auto kernel, class... Args>
 void launch(const Context& context, dim3 grid, dim3 block, Args... args) {

@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "knn_cloud.cuh"
+#include "knn_grid.h"
 #include "ops.h"
 #include "prequal/knn_tree.h"
 #include "prequal/launch.h"
@@ -506,38 +507,11 @@ __global__ void __launch_bounds__(warps_a_block * 32)
   });
 }
 
-struct ValueRows {
-  const char* from;  // [M, row_bytes], rows row_stride bytes apart
-  char* to;          // [N, row_bytes]
-  int64_t row_bytes;
-  int64_t row_stride;
-  int word;  // bytes moved at once: 1, 2, 4, 8 or 16
-  int fill;  // byte of a row that has no neighbour
-};
-
-template <class Word>
-__device__ __forceinline__ void copy_row(const ValueRows& values, int64_t query, int nearest) {
-  Word fill;
-  memset(&fill, values.fill, sizeof(Word));
-  const auto* from = reinterpret_cast<const Word*>(values.from + nearest * values.row_stride);
-  auto* to = reinterpret_cast<Word*>(values.to + query * values.row_bytes);
-  const int64_t words = values.row_bytes / static_cast<int64_t>(sizeof(Word));
-  for (int64_t w = threadIdx.x % 32; w < words; w += 32) to[w] = nearest == tree::nobody ? fill : from[w];
-}
-
 template <class T, bool Batched>
 __global__ void __launch_bounds__(warps_a_block * 32)
     gather_kernel(const __grid_constant__ Question<T> question, ValueRows values) {
-  each_query<T, Batched, Nearest<T>>(question, [&](int64_t query, const Nearest<T>& list) {
-    const int nearest = list.at(0).i;
-    switch (values.word) {  // the same for every thread
-      case 16: return copy_row<uint4>(values, query, nearest);
-      case 8: return copy_row<uint64_t>(values, query, nearest);
-      case 4: return copy_row<uint32_t>(values, query, nearest);
-      case 2: return copy_row<uint16_t>(values, query, nearest);
-      default: return copy_row<uint8_t>(values, query, nearest);
-    }
-  });
+  each_query<T, Batched, Nearest<T>>(
+      question, [&](int64_t query, const Nearest<T>& list) { copy_row(values, query, list.at(0).i); });
 }
 
 struct Blend {
@@ -673,6 +647,15 @@ struct Asked {
 
   bool doubles() const { return queries.dtype == DType::f64; }
 
+  // What the grid in shared memory may be asked: one segment, in floats.
+  std::optional<GridCall> grid_call(const Context& context, int64_t k, const std::optional<double>& radius) const {
+    if (doubles() || query_ptr.data || references.count == 0) return std::nullopt;
+    GridCall call{queries, references, static_cast<int>(k), INFINITY};
+    if (radius) call.limit = mul(static_cast<float>(*radius), static_cast<float>(*radius));
+    if (!grid_serves(context.device, call)) return std::nullopt;
+    return call;
+  }
+
   // Calls body.operator()<T, Batched>(question), with the tree built or taken from the index. Doubles have one form.
   template <class Body>
   void with_question(const Context& context, int64_t k, const std::optional<double>& radius, Body&& body) const {
@@ -719,6 +702,9 @@ Neighbours<T> neighbours_in(const Buffer& dist2, const Buffer& idx, const Buffer
 void find(const Context& context, const Asked& asked, int64_t k, const std::optional<double>& radius,
           const Buffer& dist2, const Buffer& idx, const Buffer* counts) {
   if (asked.queries.count == 0) return;
+  if (const auto call = asked.grid_call(context, k, radius)) {
+    return grid_search(context, *call, dist2.as<float>(), idx.as<int64_t>(), counts ? counts->as<int64_t>() : nullptr);
+  }
   asked.with_question(context, k, radius, [&]<class T, bool Batched>(const Question<T>& question) {
     const auto out = neighbours_in<T>(dist2, idx, counts);
     if (k == 1) return launch_search<search_kernel<T, Batched, Nearest<T>>>(context, question, out);
@@ -802,6 +788,10 @@ Buffer knn_gather(const Context& context, const Tensor& queries /*[N, D]*/, cons
            reinterpret_cast<uintptr_t>(rows.from) % bytes == 0;
   };
   while (!fits(rows.word)) rows.word /= 2;
+  if (const auto call = asked.grid_call(context, 1, std::nullopt)) {
+    grid_gather(context, *call, rows);
+    return out;
+  }
   asked.with_question(context, 1, std::nullopt, [&]<class T, bool Batched>(const Question<T>& question) {
     launch_search<gather_kernel<T, Batched>>(context, question, rows);
   });

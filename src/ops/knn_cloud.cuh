@@ -4,6 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstring>
+
 #include "prequal/knn_tree.h"
 #include "prequal/tensor.h"
 
@@ -79,6 +81,36 @@ __device__ __forceinline__ Range visible(const Pointers& queries, const Pointers
   const int64_t segment = queries.segment_of(query);
   if (segment >= queries.segments || query < queries.at(0)) return {0, 0};
   return {references.at(segment), references.at(segment + 1)};
+}
+
+struct ValueRows {
+  const char* from;  // [M, row_bytes], rows row_stride bytes apart
+  char* to;          // [N, row_bytes]
+  int64_t row_bytes;
+  int64_t row_stride;
+  int word;  // bytes moved at once: 1, 2, 4, 8 or 16
+  int fill;  // byte of a row that has no neighbour
+};
+
+template <class Word>
+__device__ __forceinline__ void copy_row(const ValueRows& values, int64_t query, int nearest) {
+  Word fill;
+  memset(&fill, values.fill, sizeof(Word));
+  const auto* from = reinterpret_cast<const Word*>(values.from + nearest * values.row_stride);
+  auto* to = reinterpret_cast<Word*>(values.to + query * values.row_bytes);
+  const int64_t words = values.row_bytes / static_cast<int64_t>(sizeof(Word));
+  for (int64_t w = threadIdx.x % 32; w < words; w += 32) to[w] = nearest == tree::nobody ? fill : from[w];
+}
+
+// By the warp together.
+__device__ __forceinline__ void copy_row(const ValueRows& values, int64_t query, int nearest) {
+  switch (values.word) {  // the same for every thread
+    case 16: return copy_row<uint4>(values, query, nearest);
+    case 8: return copy_row<uint64_t>(values, query, nearest);
+    case 4: return copy_row<uint32_t>(values, query, nearest);
+    case 2: return copy_row<uint16_t>(values, query, nearest);
+    default: return copy_row<uint8_t>(values, query, nearest);
+  }
 }
 
 }  // namespace prequal::ops::spatial
