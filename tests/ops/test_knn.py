@@ -343,6 +343,44 @@ def test_pointers_of_any_contents_read_nothing_out_of_bounds(query_at, data):
     assert torch.equal(idx < 0, dist2.isinf())
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_ragged_searches_compile_without_a_graph_break(device, dynamic):
+    def searches(q, r, k, limit, **pointers):
+        return (
+            *prequal.knn(q, r, k, radius=limit, **pointers),
+            *prequal.radius(q, r, limit, k, **pointers),
+            prequal.knn_gather(q, r, r, **pointers),
+            prequal.knn_interpolate(q, r, r, k, **pointers),
+        )
+
+    torch.compiler.reset()
+    compiled = torch.compile(searches, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for queries, references, k, limit in (([5, 6], [7, 8], 2, 0.5), ([50, 9, 0], [7, 18, 1], 4, 0.75)):
+        q, r, pointers = ragged(device, queries, references)
+        got, want = (f(q.requires_grad_(), r, k, limit, **pointers) for f in (compiled, searches))
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+        got, want = (torch.autograd.grad(x[0].masked_fill(x[1] < 0, 0).sum(), q)[0] for x in (got, want))
+        torch.testing.assert_close(got, want)
+
+
+def test_transforms_take_keyword_arguments_that_are_tensors(device):
+    """torch itself gives a keyword-only tensor no vmap and no gradient."""
+    q, r, pointers = ragged(device, [5, 6], [7, 8])
+    other = offsets(device, [2, 9])
+    dist2, idx = torch.vmap(lambda q, at: prequal.knn(q, r, 3, **pointers | {"query_ptr": at}))(
+        torch.stack([q, q + 0.1]), torch.stack([pointers["query_ptr"], other])
+    )
+    want = prequal.knn(q + 0.1, r, 3, query_ptr=other, reference_ptr=pointers["reference_ptr"])
+    assert torch.equal(dist2[1], want[0])
+    assert torch.equal(idx[1], want[1])
+    got = torch.func.grad(lambda q: prequal.knn(q, r, 3, **pointers)[0].sum())(q)
+    q.requires_grad_()
+    torch.testing.assert_close(got, torch.autograd.grad(prequal.knn(q, r, 3, **pointers)[0].sum(), q)[0])
+    for op, args in ((prequal.knn, (q, r, 3)), (prequal.radius, (q, r, 0.7, 3))):
+        torch.library.opcheck(op.op.packet.default, op.op.bind(args, pointers))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("wrong", [[5, 9], [0, 20_000], [-7, 500], [0, 0], [257, 0], [2**40, 2**41], [-(2**40), 2**40]])
 def test_wrong_pointers_on_the_gpu_are_never_out_of_bounds(cuda, wrong):
