@@ -96,6 +96,7 @@ SEGMENTS: tuple[tuple[str, list[int], list[int], int], ...] = (
     ("many tiny segments", [i % 5 for i in range(400)], [3 * i % 7 for i in range(400)], 3),
     ("segments below k", [50, 50, 50, 1], [3, 0, 31, 33], 33),
     ("uneven segments", [300, 1, 500, 0], [9001, 33, 4097, 1], 8),
+    ("many queries in segments", [5000, 0, 4100, 1], [60, 5, 170, 9], 6),
     ("segments around 1024", [31, 32, 33, 100], [1023, 1024, 1025, 2049], 17),
 )
 
@@ -148,7 +149,9 @@ def samples(device):
         yield Sample(f"queries {name} every reference", (queries + far, references, 6))
     yield Sample("a query on every reference", (references[:1000], references, 1))
     yield Sample("a cloud to itself", (references[:700], references[:700], 3))
-    yield Sample("larger first", (references, references[:33].flip(0), 32))
+    for kind, k in (("clustered", 8), ("broken", 2), ("lattice", 40), ("outlier", 1)):
+        yield Sample(f"many queries, {kind}", (*clouds(9001, 211, kind, 2 + k % 2), k))
+    yield Sample("more queries than references", (references, references[:33].flip(0), 32))
 
     wide = torch.cat((cloud(device, 300, 1), cloud(device, 300, 2)), dim=1)
     yield Sample("strided", (wide[::2, ::2], wide[1::2, 1:4], 2))
@@ -307,6 +310,7 @@ def radius_samples(device):
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         yield Sample(c.short(dtype), (*clouds(100, 700, dtype=dtype), 0.1, 8))
     yield Sample("many references", (cloud(device, 60, 1, "surface"), cloud(device, 33000, 7, "surface"), 0.05, 100))
+    yield Sample("many queries", (*clouds(9001, 211), 0.1, 8))
     for name, queried, referred, k in SEGMENTS:
         q, points, pointers = ragged(device, queried, referred)
         yield Sample(name, (q, points, 0.3, k), pointers)
