@@ -18,13 +18,13 @@ inline constexpr int sample = 256;     // points that set the knots of a ranked 
 // Cells of equal width between the lowest and the highest coordinate. Without an extent that floats divide well (equal
 // coordinates, denormal or overflowing differences) everything is in cell 0.
 struct Even {
-  float lo, width, scale;  // scale: 1 / width, or 0
+  float lo, hi, width, scale;  // scale: 1 / width, or 0
 
   PREQUAL_HD static Even of(float lo, float hi, int cells) {
     const float extent = sub(hi, lo);
     const bool divides = extent > 1e-30f && extent < 1e30f;
     const float width = extent / static_cast<float>(cells);
-    return {lo, divides ? width : 0.0f, divides ? 1.0f / width : 0.0f};
+    return {lo, hi, divides ? width : 0.0f, divides ? 1.0f / width : 0.0f};
   }
 
   // Monotone: a rounded difference, a rounded product by a positive number and a truncation are.
@@ -36,12 +36,12 @@ struct Even {
   // cell(x) >= c means (x - lo)(1 + e)(1 + e) / width (1 + e) >= c for some |e| <= 2^-24, so x - lo >= c width (1 - 2^-22);
   // likewise above. 2^-20 covers the rounding of c width, too; the sum with lo is rounded outwards.
   PREQUAL_HD float low(int c) const {
-    if (c == 0) return -INFINITY;
+    if (c == 0) return lo;
     if (scale == 0.0f) return INFINITY;  // nothing is there
     return down(lo, mul(mul(static_cast<float>(c), width), 1.0f - 0x1p-20f));
   }
   PREQUAL_HD float high(int c, int cells) const {
-    if (c == cells - 1 || scale == 0.0f) return INFINITY;
+    if (c == cells - 1 || scale == 0.0f) return hi;
     return up(lo, mul(mul(static_cast<float>(c + 1), width), 1.0f + 0x1p-20f));
   }
 
@@ -62,7 +62,7 @@ struct Even {
   }
 };
 
-// Cells between knots: the number of knots at or below, by halving; low[0] is -inf, low[c] the c-th knot.
+// Cells between knots: the number of knots at or below, by halving; low[c] is the c-th knot.
 PREQUAL_HD int ranked_cell(float x, const float* low /*[cells]*/, int cells) {
   int cell = 0;
 #pragma unroll
@@ -72,13 +72,10 @@ PREQUAL_HD int ranked_cell(float x, const float* low /*[cells]*/, int cells) {
   return cell;
 }
 
-// Squared, from a coordinate to the cells from c up, or down to c.
-PREQUAL_HD float gap2_above(float x, float low) {
-  const float gap = sub(low, x);
-  return gap > 0.0f ? mul(gap, gap) : 0.0f;
-}
-PREQUAL_HD float gap2_below(float x, float high) {
-  const float gap = sub(x, high);
+// Squared, from a coordinate to the points of cell c.
+PREQUAL_HD float gap2(float x, float low, float high) {
+  const float below = sub(low, x), above = sub(x, high);
+  const float gap = below > above ? below : above;
   return gap > 0.0f ? mul(gap, gap) : 0.0f;
 }
 

@@ -37,7 +37,16 @@ struct Cloud {  // [count, dims], any strides
     }
   }
 
- private:
+  // Calls body.operator()<S>() for what the coordinates are stored as, in a search that computes in float.
+  template <class Body>
+  __device__ __forceinline__ void with_storage(Body&& body) const {
+    switch (dtype) {
+      case DType::f16: return body.template operator()<__half>();
+      case DType::bf16: return body.template operator()<__nv_bfloat16>();
+      default: return body.template operator()<float>();
+    }
+  }
+
   template <class S, class T>
   __device__ __forceinline__ Point<T> from(int64_t i) const {
     const S* p = static_cast<const S*>(data) + i * row;

@@ -10,6 +10,9 @@
 #include "prequal/knn_grid.h"
 #include "prequal/launch.h"
 
+#ifndef STAMP
+#define STAMP(n)
+#endif
 namespace prequal::ops::spatial {
 namespace {
 
@@ -73,14 +76,19 @@ struct Builder {
     return which == 0 ? p.x : which == 1 ? p.y : p.z;
   }
 
+  // All loads before the first question: one after the other they would be the whole cost.
   __device__ __forceinline__ void read() {
+    references.with_storage([&]<class S>() {
+#pragma unroll
+      for (int item = 0; item < Items; ++item) {
+        const int i = item * Threads + threadIdx.x;
+        if (i < references.count) point[item] = references.from<S, float>(i);
+      }
+    });
 #pragma unroll
     for (int item = 0; item < Items; ++item) {
-      const int i = item * Threads + threadIdx.x;
-      place[item] = nowhere;
-      if (i >= references.count) continue;
-      point[item] = references.at<float>(i);
-      if (tree::finite(point[item])) place[item] = 0;
+      const bool there = item * Threads + threadIdx.x < references.count && tree::finite(point[item]);
+      place[item] = there ? 0 : nowhere;
     }
   }
 
@@ -124,16 +132,32 @@ struct Builder {
   }
 
   // Counts the points of every cell; the most in one, in every thread. Counts must be zero, and a barrier passed since.
+  // A warp adds once for all its points of one cell: thousands of points in one cell would wait for each other.
   __device__ __forceinline__ int count() {
+    const unsigned below = (1u << threadIdx.x % 32) - 1;
     int most = 0;
 #pragma unroll
     for (int item = 0; item < Items; ++item) {
-      if (place[item] == nowhere) continue;
-      const int cell = (cell_of(point[item], 2) * cells + cell_of(point[item], 1)) * cells + cell_of(point[item], 0);
+      const bool there = place[item] != nowhere;
+      const int cell =
+          there ? (cell_of(point[item], 2) * cells + cell_of(point[item], 1)) * cells + cell_of(point[item], 0) : -1;
+#ifdef AGG
+      const unsigned alike = __match_any_sync(whole_warp, cell);
+      const int shift = cell % 2 * 16, first = __ffs(alike) - 1;
+      uint32_t before = 0;
+      if (there && static_cast<int>(threadIdx.x % 32) == first) {
+        before = atomicAdd(&shared.starts[cell / 2], __popc(alike) << shift) >> shift & 0xffff;
+      }
+      before = __shfl_sync(whole_warp, before, first);
+      if (!there) continue;
+      const uint32_t rank = before + __popc(alike & below);
+#else
+      if (!there) continue;
       const int shift = cell % 2 * 16;
-      const int rank = atomicAdd(&shared.starts[cell / 2], 1u << shift) >> shift & 0xffff;
-      most = max(most, rank + 1);
-      place[item] = static_cast<uint32_t>(cell) << 16 | static_cast<uint32_t>(rank);
+      const uint32_t rank = atomicAdd(&shared.starts[cell / 2], 1u << shift) >> shift & 0xffff;
+#endif
+      most = max(most, static_cast<int>(rank) + 1);
+      place[item] = static_cast<uint32_t>(cell) << 16 | rank;
     }
     most = __reduce_max_sync(whole_warp, most);
     if (threadIdx.x % 32 == 0) shared.scratch[6 * 32 + threadIdx.x / 32] = most;
@@ -156,8 +180,10 @@ struct Builder {
       shared.sample[i] = p.x, shared.sample[size + i] = p.y, shared.sample[2 * size + i] = p.z;
     }
     for (int i = threadIdx.x; i < axes * grid::most_cells; i += Threads) {
-      shared.low[i] = i % grid::most_cells == 0 ? -INFINITY : INFINITY;
-      shared.high[i] = INFINITY;
+      const int a = i / grid::most_cells;
+      const grid::Even& box = a == 0 ? even[0] : a == 1 ? even[1] : even[2];
+      shared.low[i] = i % grid::most_cells == 0 ? box.lo : INFINITY;
+      shared.high[i] = box.hi;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < axes * size; i += Threads) {
@@ -248,40 +274,45 @@ struct Builder {
     __syncthreads();
   }
 
-  // A crowded cell whose points are all one place: the k of lowest index are in front, and the rest is jumped over. A warp a
-  // cell.
+  // A crowded cell whose points are all one place: the k of lowest index are in front, and the rest is jumped over.
   __device__ __forceinline__ void trim(int crowded, int k) {
-    const int lane = threadIdx.x % 32;
-    for (int cell = threadIdx.x / 32; cell < cells * cells * cells; cell += Threads / 32) {
-      const int first = shared.start(cell), last = shared.start(cell + 1);
-      if (last - first <= crowded) continue;
-      const float4 one = shared.points[first];
-      bool same = true;
-      for (int i = first + lane; i < last; i += 32) {
-        const float4 p = shared.points[i];
-        same = same && p.x == one.x && p.y == one.y && p.z == one.z;
+    const int all = cells * cells * cells;
+    for (int base = threadIdx.x / 32 * 32; base < all; base += Threads) {
+      const int cell = base + threadIdx.x % 32;
+      const bool full = cell < all && shared.start(cell + 1) - shared.start(cell) > crowded;
+      for (unsigned left = __ballot_sync(whole_warp, full); left != 0; left &= left - 1) {
+        trim_cell(base + __ffs(left) - 1, k);
       }
-      if (!__all_sync(whole_warp, same)) continue;
-      for (int j = 0; j < k; ++j) {  // the j-th lowest index changes places with what stands there
-        int lowest = tree::nobody, where = first;
-        for (int i = first + j + lane; i < last; i += 32) {
-          const int index = __float_as_int(shared.points[i].w);
-          if (index < lowest) lowest = index, where = i;
-        }
-        const int winner = __reduce_min_sync(whole_warp, lowest);
-        const int owner = __ffs(__ballot_sync(whole_warp, lowest == winner)) - 1;
-        where = __shfl_sync(whole_warp, where, owner);
-        if (lane == 0) {
-          const float there = shared.points[first + j].w;
-          shared.points[first + j].w = __int_as_float(winner);
-          shared.points[where].w = there;
-        }
-        __syncwarp();
-      }
-      if (lane == 0) shared.points[first + k].w = __int_as_float(~last);
-      __syncwarp();
     }
     __syncthreads();
+  }
+
+  __device__ __forceinline__ void trim_cell(int cell, int k) {
+    const int lane = threadIdx.x % 32;
+    const int first = shared.start(cell), last = shared.start(cell + 1);
+    const float4 one = shared.points[first];
+    for (int base = first; base < last; base += 32) {
+      const float4 p = shared.points[min(base + lane, last - 1)];
+      if (!__all_sync(whole_warp, p.x == one.x && p.y == one.y && p.z == one.z)) return;
+    }
+    for (int j = 0; j < k; ++j) {  // the j-th lowest index changes places with what stands there
+      int lowest = tree::nobody, where = first;
+      for (int i = first + j + lane; i < last; i += 32) {
+        const int index = __float_as_int(shared.points[i].w);
+        if (index < lowest) lowest = index, where = i;
+      }
+      const int winner = __reduce_min_sync(whole_warp, lowest);
+      const int owner = __ffs(__ballot_sync(whole_warp, lowest == winner)) - 1;
+      where = __shfl_sync(whole_warp, where, owner);
+      if (lane == 0) {
+        const float there = shared.points[first + j].w;
+        shared.points[first + j].w = __int_as_float(winner);
+        shared.points[where].w = there;
+      }
+      __syncwarp();
+    }
+    if (lane == 0) shared.points[first + k].w = __int_as_float(~last);
+    __syncwarp();
   }
 };
 
@@ -303,58 +334,63 @@ __device__ __forceinline__ void search(const Point<float>& q, int cx, int cy, in
     }
   };
   const auto row_of = [&](int y, int z) { return (z * cells + y) * cells; };
+  const auto gap2 = [&](int axis, float x, int c) {
+    return grid::gap2(x, shared.low[axis * grid::most_cells + c], shared.high[axis * grid::most_cells + c]);
+  };
 
-  // Close by first: what is found there says how far to look.
-  const int near_low = max(cx - 1, 0), near_high = min(cx + 1, cells - 1);
-  scan(row_of(cy, cz), near_low, near_high);
-  int near = 0;   // rows as far as this (in y and in z) were looked at from near_low to near_high
-  int whole = 0;  // and rows beyond, as far as this, from end to end
-  if (K > 1 || !best.full()) {
-    near = 1;
-    for (int z = max(cz - 1, 0); z <= min(cz + 1, cells - 1); ++z) {
-      for (int y = max(cy - 1, 0); y <= min(cy + 1, cells - 1); ++y) {
-        if (y != cy || z != cz) scan(row_of(y, z), near_low, near_high);
+  // Close by first: what is found there says how far to look. A box of cells around the query grows until k were seen.
+  const int last = cells - 1;
+  int near = 0;     // rows this far off (in y and in z) were looked at from x - reach to x + reach
+  int reach = 1;
+  int whole = 0;    // and rows beyond, this far off, from end to end
+  scan(row_of(cy, cz), max(cx - 1, 0), min(cx + 1, last));
+  while (!best.full() && best.worst() == INFINITY && near < 3 && near < cells) {
+    ++near;
+    const int wider = max(near, 1);
+    for (int z = max(cz - near, 0); z <= min(cz + near, last); ++z) {
+      for (int y = max(cy - near, 0); y <= min(cy + near, last); ++y) {
+        if (max(abs(y - cy), abs(z - cz)) == near) {
+          scan(row_of(y, z), max(cx - wider, 0), min(cx + wider, last));
+        } else if (wider > reach) {
+          if (cx - wider >= 0) scan(row_of(y, z), cx - wider, cx - wider);
+          if (cx + wider <= last) scan(row_of(y, z), cx + wider, cx + wider);
+        }
       }
     }
-    whole = 1;
-    while (!best.full() && best.worst() == INFINITY && whole < cells) {
-      ++whole;
-      for (int z = max(cz - whole, 0); z <= min(cz + whole, cells - 1); ++z) {
-        const bool all = z == cz - whole || z == cz + whole;
-        for (int y = cy - whole; y <= cy + whole; y += all ? 1 : 2 * whole) {
-          if (y >= 0 && y < cells) scan(row_of(y, z), 0, cells - 1);
-        }
+    reach = wider;
+  }
+  whole = near;
+  while (!best.full() && best.worst() == INFINITY && whole < cells) {
+    ++whole;
+    for (int z = max(cz - whole, 0); z <= min(cz + whole, last); ++z) {
+      const bool all = z == cz - whole || z == cz + whole;
+      for (int y = cy - whole; y <= cy + whole; y += all ? 1 : 2 * whole) {
+        if (y >= 0 && y <= last) scan(row_of(y, z), 0, last);
       }
     }
   }
 
-  const auto reach = [&](int axis, float x, int center, int& from, int& to) {
-    const float* low = shared.low + axis * grid::most_cells;
-    const float* high = shared.high + axis * grid::most_cells;
-    for (from = center; from > 0 && grid::gap2_below(x, high[from - 1]) <= best.worst();) --from;
-    for (to = center; to + 1 < cells && grid::gap2_above(x, low[to + 1]) <= best.worst();) ++to;
+  // Then every cell that is near enough and was not looked at.
+  const auto range = [&](int axis, float x, int center, float other2, int& from, int& to) {
+    for (from = center; from > 0 && add(gap2(axis, x, from - 1), other2) <= best.worst();) --from;
+    for (to = center; to < last && add(gap2(axis, x, to + 1), other2) <= best.worst();) ++to;
   };
-  const auto gap2 = [&](int axis, float x, int center, int c) {
-    if (c > center) return grid::gap2_above(x, shared.low[axis * grid::most_cells + c]);
-    if (c < center) return grid::gap2_below(x, shared.high[axis * grid::most_cells + c]);
-    return 0.0f;
-  };
-  int x_from, x_to, y_from, y_to, z_from, z_to;
-  reach(0, q.x, cx, x_from, x_to);
-  reach(1, q.y, cy, y_from, y_to);
-  reach(2, q.z, cz, z_from, z_to);
+  const float own_x2 = gap2(0, q.x, cx), own_y2 = gap2(1, q.y, cy);
+  int y_from, y_to, z_from, z_to, x_from, x_to;
+  range(2, q.z, cz, add(own_x2, own_y2), z_from, z_to);
+  range(1, q.y, cy, own_x2, y_from, y_to);
+  range(0, q.x, cx, 0.0f, x_from, x_to);
   for (int z = z_from; z <= z_to; ++z) {
-    const float dz2 = gap2(2, q.z, cz, z);
-    if (dz2 > best.worst()) continue;
+    const float z2 = gap2(2, q.z, z);
     for (int y = y_from; y <= y_to; ++y) {
-      if (add(gap2(1, q.y, cy, y), dz2) > best.worst()) continue;
+      if (add(add(own_x2, gap2(1, q.y, y)), z2) > best.worst()) continue;
       const int ring = max(abs(y - cy), abs(z - cz));
       const int row = row_of(y, z);
-      if (ring > near) {
-        if (ring > whole) scan(row, x_from, x_to);
-      } else {
-        if (x_from < near_low) scan(row, x_from, near_low - 1);
-        if (x_to > near_high) scan(row, near_high + 1, x_to);
+      if (ring > whole) {
+        scan(row, x_from, x_to);
+      } else if (ring <= near) {
+        if (x_from < cx - reach) scan(row, x_from, cx - reach - 1);
+        if (x_to > cx + reach) scan(row, cx + reach + 1, x_to);
       }
     }
   }
@@ -367,10 +403,14 @@ __device__ __forceinline__ void build_and_search(const GridCall& call, int cells
   const Shared shared(bytes, layout);
 
   Builder<Threads, most_references / Threads> builder{call.references, shared, cells, {}, {}, {}};
+  STAMP(0);
   builder.zero_counts(layout.words);
   builder.read();
+  STAMP(1);
   builder.bound();  // passes a barrier: the counts are zero
+  STAMP(2);
   int most = builder.count();
+  STAMP(3);
   // Volumes and surfaces stay far below; what does not is uneven (an outlier, clusters, scales), and is counted again
   // between knots.
   const int crowded = 16 + 16 * layout.points / (cells * cells * cells);
@@ -382,10 +422,14 @@ __device__ __forceinline__ void build_and_search(const GridCall& call, int cells
   } else {
     builder.even_edges();
   }
+  STAMP(4);
   builder.scan(layout.words);
+  STAMP(5);
   builder.scatter();
+  STAMP(6);
   if (most > 2 * crowded) builder.trim(max(2 * crowded, call.k), call.k);
 
+  STAMP(7);
   // Contiguous queries for each block, as many for each.
   const int64_t share = (call.queries.count + gridDim.x - 1) / gridDim.x;
   const int64_t first = blockIdx.x * share, last = min(first + share, call.queries.count);
@@ -402,6 +446,7 @@ __device__ __forceinline__ void build_and_search(const GridCall& call, int cells
     }
     answer(query, there, best);
   }
+  STAMP(8);
 }
 
 template <int K, int Threads>
