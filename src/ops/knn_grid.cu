@@ -5,35 +5,52 @@
 // Numerics: as knn.cu. The order of points in a cell changes from run to run, the answer does not: candidates are totally
 // ordered by (distance, index).
 #include <algorithm>
+#include <cfloat>
 
 #include "knn_grid.h"
 #include "prequal/knn_grid.h"
 #include "prequal/launch.h"
 
-#ifndef STAMP
-#define STAMP(n)
-#endif
 namespace prequal::ops::spatial {
 namespace {
 
 constexpr int most_references = 8192;
-constexpr int axes = 3;
+using grid::axes;
 
 // Dynamic shared memory, in this order. 16-byte members first.
 struct Layout {
   int points;  // float4 each
-  int words;   // of starts: two 16-bit cells each, and one for the end; whole 16 bytes
+  int words;   // of counts, then starts: two 16-bit cells each, and one word for the end; whole 16 bytes
 
-  static constexpr int round4(int n) { return (n + 3) / 4 * 4; }
-  constexpr Layout(int references, int cells) : points(references), words(round4(cells * cells * cells / 2 + 1)) {}
+  static constexpr int cells_bytes = 80;
+
+  constexpr Layout(int references, int cells) : points(references), words((cells / 2 + 1 + 4) / 4 * 4) {}
   constexpr int bytes() const {
-    return points * 16 + words * 4 + 2 * axes * grid::most_cells * 4 + axes * grid::sample * 4 + 32 * 8 * 4;
+    return points * 16 + words * 4 + cells_bytes + 2 * axes * grid::most_cells * 4 + axes * grid::sample * 4 +
+           8 * 32 * 4;
   }
 };
 
+struct Cell {
+  int x, y, z;
+};
+
+struct Shared;
+
+struct Cells {
+  grid::Even x, y, z;
+  bool ranked;
+
+  __device__ __forceinline__ int row(int cell_y, int cell_z) const { return (cell_z * y.cells + cell_y) * x.cells; }
+  __device__ __forceinline__ int all() const { return x.cells * y.cells * z.cells; }
+  __device__ __forceinline__ Cell of(const Point<float>& p, const Shared& shared) const;
+};
+static_assert(sizeof(Cells) <= Layout::cells_bytes);
+
 struct Shared {
-  float4* points;     // [M], w: reference index, or ~place of the next cell's first point
-  uint32_t* starts;   // [words]: counts, then starts, of two cells a word
+  float4* points;    // [M], w: reference index, or ~place of the next cell's first point
+  uint32_t* starts;  // [words]
+  Cells* cells;
   float* low;         // [3, most_cells]
   float* high;        // [3, most_cells]
   float* sample;      // [3, sample]
@@ -42,7 +59,8 @@ struct Shared {
   __device__ Shared(char* bytes, const Layout& layout) {
     points = reinterpret_cast<float4*>(bytes);
     starts = reinterpret_cast<uint32_t*>(points + layout.points);
-    low = reinterpret_cast<float*>(starts + layout.words);
+    cells = reinterpret_cast<Cells*>(starts + layout.words);
+    low = reinterpret_cast<float*>(reinterpret_cast<char*>(cells) + Layout::cells_bytes);
     high = low + axes * grid::most_cells;
     sample = high + axes * grid::most_cells;
     scratch = reinterpret_cast<uint32_t*>(sample + axes * grid::sample);
@@ -60,70 +78,121 @@ __device__ __forceinline__ float from_order(uint32_t order) {
   return __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
 }
 
+__device__ __forceinline__ Cell Cells::of(const Point<float>& p, const Shared& shared) const {
+  if (!ranked) return {x.cell(p.x), y.cell(p.y), z.cell(p.z)};
+  return {grid::ranked_cell(p.x, shared.low), grid::ranked_cell(p.y, shared.low + grid::most_cells),
+          grid::ranked_cell(p.z, shared.low + 2 * grid::most_cells)};
+}
+
 template <int Threads, int Items>
 struct Builder {
   const Cloud& references;
   const Shared& shared;
-  int cells;  // an axis
   Point<float> point[Items];
   uint32_t place[Items];  // cell in the upper half, rank in the cell in the lower; or nowhere
-  grid::Even even[axes];
-  bool ranked = false;
 
   static constexpr uint32_t nowhere = 0xffffffffu;
 
-  __device__ __forceinline__ static float& axis(Point<float>& p, int which) {
-    return which == 0 ? p.x : which == 1 ? p.y : p.z;
-  }
-
   // All loads before the first question: one after the other they would be the whole cost.
-  __device__ __forceinline__ void read() {
-    references.with_storage([&]<class S>() {
-#pragma unroll
-      for (int item = 0; item < Items; ++item) {
-        const int i = item * Threads + threadIdx.x;
-        if (i < references.count) point[item] = references.from<S, float>(i);
-      }
-    });
+  template <class S>
+  __device__ __forceinline__ void read_as() {
 #pragma unroll
     for (int item = 0; item < Items; ++item) {
-      const bool there = item * Threads + threadIdx.x < references.count && tree::finite(point[item]);
-      place[item] = there ? 0 : nowhere;
+      const int i = item * Threads + threadIdx.x;
+      point[item] = {INFINITY, INFINITY, INFINITY};
+      if (i < references.count) point[item] = references.from<S, float>(i);
     }
   }
 
-  // The corners of all points, in every thread.
-  __device__ __forceinline__ void bound() {
-    uint32_t lo[axes], hi[axes];
+  // A contiguous cloud comes through shared memory, whole lines at a time (where the sorted points will lie): three words
+  // of every thread's own point touch each line three times, and were 1.5k of 3.6k cycles.
+  __device__ __forceinline__ void read_lines() {
+    const auto* from = static_cast<const float4*>(references.data);
+    auto* raw = reinterpret_cast<float*>(shared.points);
+    const int words = 3 * static_cast<int>(references.count);
+    for (int i = threadIdx.x; i < words / 4; i += Threads) {
+      const auto to = static_cast<unsigned>(__cvta_generic_to_shared(shared.points + i));
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from + i) : "memory");
+    }
+    const int rest = words / 4 * 4 + threadIdx.x;
+    if (rest < words) raw[rest] = static_cast<const float*>(references.data)[rest];
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
 #pragma unroll
-    for (int a = 0; a < axes; ++a) {
-      lo[a] = 0xffffffffu, hi[a] = 0;
-#pragma unroll
-      for (int item = 0; item < Items; ++item) {
-        if (place[item] == nowhere) continue;
-        const uint32_t x = in_order(axis(point[item], a));
-        lo[a] = min(lo[a], x), hi[a] = max(hi[a], x);
+    for (int item = 0; item < Items; ++item) {
+      const int i = item * Threads + threadIdx.x;
+      point[item] = {INFINITY, INFINITY, INFINITY};
+      if (i < references.count) point[item] = {raw[3 * i], raw[3 * i + 1], raw[3 * i + 2]};
+    }
+  }
+
+  __device__ __forceinline__ void read() {
+    const bool lines = references.dtype == DType::f32 && references.dims == 3 && references.row == 3 &&
+                       references.column == 1 && reinterpret_cast<uintptr_t>(references.data) % 16 == 0;
+    if (lines) {
+      read_lines();
+    } else
+      switch (references.dtype) {  // the same for every thread
+        case DType::f16: read_as<__half>(); break;
+        case DType::bf16: read_as<__nv_bfloat16>(); break;
+        default: read_as<float>(); break;
       }
-      lo[a] = __reduce_min_sync(whole_warp, lo[a]), hi[a] = __reduce_max_sync(whole_warp, hi[a]);
+#pragma unroll
+    for (int item = 0; item < Items; ++item) place[item] = tree::finite(point[item]) ? 0 : nowhere;
+  }
+
+  // The corners of all points, and even cells between them, in every thread.
+  __device__ __forceinline__ Cells bound(int most) {
+    Point<float> lo{INFINITY, INFINITY, INFINITY}, hi{-INFINITY, -INFINITY, -INFINITY};
+#pragma unroll
+    for (int item = 0; item < Items; ++item) {
+      if (place[item] == nowhere) continue;
+      const Point<float>& p = point[item];
+      lo = {fminf(lo.x, p.x), fminf(lo.y, p.y), fminf(lo.z, p.z)};
+      hi = {fmaxf(hi.x, p.x), fmaxf(hi.y, p.y), fmaxf(hi.z, p.z)};
     }
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (lane == 0) {
-#pragma unroll
-      for (int a = 0; a < axes; ++a) shared.scratch[a * 32 + warp] = lo[a], shared.scratch[(3 + a) * 32 + warp] = hi[a];
+    const auto put = [&](int slot, uint32_t value) {
+      if (lane == 0) shared.scratch[slot * 32 + warp] = value;
+    };
+    put(0, __reduce_min_sync(whole_warp, in_order(lo.x))), put(3, __reduce_max_sync(whole_warp, in_order(hi.x)));
+    put(1, __reduce_min_sync(whole_warp, in_order(lo.y))), put(4, __reduce_max_sync(whole_warp, in_order(hi.y)));
+    put(2, __reduce_min_sync(whole_warp, in_order(lo.z))), put(5, __reduce_max_sync(whole_warp, in_order(hi.z)));
+    __syncthreads();
+    if (warp == 0) {
+      const Cells found = cells_between(most);
+      if (lane == 0) *shared.cells = found;
     }
     __syncthreads();
-    const bool there = lane < Threads / 32;
-#pragma unroll
-    for (int a = 0; a < axes; ++a) {
-      const uint32_t low = __reduce_min_sync(whole_warp, there ? shared.scratch[a * 32 + lane] : 0xffffffffu);
-      const uint32_t high = __reduce_max_sync(whole_warp, there ? shared.scratch[(3 + a) * 32 + lane] : 0u);
-      even[a] = grid::Even::of(from_order(low), from_order(high), cells);
-    }
+    return *shared.cells;
   }
 
-  __device__ __forceinline__ int cell_of(const Point<float>& p, int a) const {
-    const float x = a == 0 ? p.x : a == 1 ? p.y : p.z;
-    return ranked ? grid::ranked_cell(x, shared.low + a * grid::most_cells, cells) : even[a].cell(x, cells);
+  // By one warp: the others would do the same again, and wait for each other's turn.
+  __device__ __forceinline__ Cells cells_between(int most) {
+    const int lane = threadIdx.x % 32;
+    const bool there = lane < Threads / 32;
+    const auto lowest = [&](int slot) {
+      return from_order(__reduce_min_sync(whole_warp, there ? shared.scratch[slot * 32 + lane] : 0xffffffffu));
+    };
+    const auto highest = [&](int slot) {
+      return from_order(__reduce_max_sync(whole_warp, there ? shared.scratch[slot * 32 + lane] : 0u));
+    };
+    const Point<float> lo{lowest(0), lowest(1), lowest(2)}, hi{highest(3), highest(4), highest(5)};
+
+    // each lane tries a width; the finest whose cells are not too many wins
+    const float dx = hi.x - lo.x, dy = hi.y - lo.y, dz = hi.z - lo.z;
+    const float longest = fmaxf(fmaxf(grid::Even::divides(dx) ? dx : 0.0f, grid::Even::divides(dy) ? dy : 0.0f),
+                                grid::Even::divides(dz) ? dz : 0.0f);
+    float width = grid::candidate_width(longest, lane);
+    int nx = grid::cells_along(dx, width), ny = grid::cells_along(dy, width), nz = grid::cells_along(dz, width);
+    const unsigned fits = __ballot_sync(whole_warp, nx * ny * nz <= most);
+    const int winner = 31 - __clz(fits | 1);
+    width = __shfl_sync(whole_warp, width, winner);
+    nx = __shfl_sync(whole_warp, nx, winner);
+    ny = __shfl_sync(whole_warp, ny, winner);
+    nz = __shfl_sync(whole_warp, nz, winner);
+    return {grid::Even::of(lo.x, hi.x, width, nx), grid::Even::of(lo.y, hi.y, width, ny),
+            grid::Even::of(lo.z, hi.z, width, nz), false};
   }
 
   __device__ __forceinline__ void zero_counts(int words) {
@@ -132,30 +201,15 @@ struct Builder {
   }
 
   // Counts the points of every cell; the most in one, in every thread. Counts must be zero, and a barrier passed since.
-  // A warp adds once for all its points of one cell: thousands of points in one cell would wait for each other.
-  __device__ __forceinline__ int count() {
-    const unsigned below = (1u << threadIdx.x % 32) - 1;
+  __device__ __forceinline__ int count(const Cells& cells) {
     int most = 0;
 #pragma unroll
     for (int item = 0; item < Items; ++item) {
-      const bool there = place[item] != nowhere;
-      const int cell =
-          there ? (cell_of(point[item], 2) * cells + cell_of(point[item], 1)) * cells + cell_of(point[item], 0) : -1;
-#ifdef AGG
-      const unsigned alike = __match_any_sync(whole_warp, cell);
-      const int shift = cell % 2 * 16, first = __ffs(alike) - 1;
-      uint32_t before = 0;
-      if (there && static_cast<int>(threadIdx.x % 32) == first) {
-        before = atomicAdd(&shared.starts[cell / 2], __popc(alike) << shift) >> shift & 0xffff;
-      }
-      before = __shfl_sync(whole_warp, before, first);
-      if (!there) continue;
-      const uint32_t rank = before + __popc(alike & below);
-#else
-      if (!there) continue;
+      if (place[item] == nowhere) continue;
+      const Cell at = cells.of(point[item], shared);
+      const int cell = cells.row(at.y, at.z) + at.x;
       const int shift = cell % 2 * 16;
       const uint32_t rank = atomicAdd(&shared.starts[cell / 2], 1u << shift) >> shift & 0xffff;
-#endif
       most = max(most, static_cast<int>(rank) + 1);
       place[item] = static_cast<uint32_t>(cell) << 16 | rank;
     }
@@ -166,11 +220,14 @@ struct Builder {
                              threadIdx.x % 32 < Threads / 32 ? shared.scratch[6 * 32 + threadIdx.x % 32] : 0u);
   }
 
-  // Knots between cells of equal count in a sample: what the even cells cannot tell apart, these can.
-  __device__ __forceinline__ void rank() {
+  // Knots between cells of equal count in a sample: what the even cells cannot tell apart, these can. Knot c is the value at
+  // place c * used / cells of the sorted sample: the largest with no more than that many below it.
+  __device__ __forceinline__ Cells rank(Cells even, int cells) {
     constexpr int size = grid::sample;
     const int count = static_cast<int>(references.count);
     const int used = min(size, count);
+    auto* knots = reinterpret_cast<uint32_t*>(shared.scratch);  // [3, 32]
+    __syncthreads();
     for (int i = threadIdx.x; i < size; i += Threads) {
       Point<float> p{INFINITY, INFINITY, INFINITY};
       if (i < used) {
@@ -179,86 +236,105 @@ struct Builder {
       }
       shared.sample[i] = p.x, shared.sample[size + i] = p.y, shared.sample[2 * size + i] = p.z;
     }
-    for (int i = threadIdx.x; i < axes * grid::most_cells; i += Threads) {
-      const int a = i / grid::most_cells;
-      const grid::Even& box = a == 0 ? even[0] : a == 1 ? even[1] : even[2];
-      shared.low[i] = i % grid::most_cells == 0 ? box.lo : INFINITY;
-      shared.high[i] = box.hi;
-    }
+    if (threadIdx.x < axes * 32) knots[threadIdx.x] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < axes * size; i += Threads) {
-      const int a = i / size, mine = i % size;
-      const auto* others = reinterpret_cast<const float4*>(shared.sample + a * size);
-      const float x = shared.sample[i];
-      int before = 0;
-      const auto comes = [&](float other, int index) { before += other < x || (other == x && index < mine); };
-#pragma unroll 4
+      const auto* others = reinterpret_cast<const float4*>(shared.sample + i / size * size);
+      const float mine = shared.sample[i];
+      int below = 0;
+#pragma unroll 8
       for (int j = 0; j < size / 4; ++j) {
         const float4 four = others[j];
-        comes(four.x, 4 * j), comes(four.y, 4 * j + 1), comes(four.z, 4 * j + 2), comes(four.w, 4 * j + 3);
+        below += (four.x < mine) + (four.y < mine) + (four.z < mine) + (four.w < mine);
       }
-      // knot c stands at place c * used / cells of the sorted sample
-      for (int c = before * cells / used; c <= before * cells / used + 1; ++c) {
-        if (c > 0 && c < cells && c * used / cells == before) {
-          shared.low[a * grid::most_cells + c] = x;
-          shared.high[a * grid::most_cells + c - 1] = x;
-        }
-      }
+      const int c = (below * cells + used - 1) / used;
+      if (c < cells) atomicMax(&knots[i / size * 32 + c], in_order(mine));
     }
     __syncthreads();
-  }
-
-  __device__ __forceinline__ void even_edges() {
-    for (int i = threadIdx.x; i < axes * grid::most_cells; i += Threads) {
-      const int a = i / grid::most_cells, c = i % grid::most_cells;
+    if (threadIdx.x < axes * 32) {
+      static_assert(grid::ranked_cells == 32);
+      const int a = threadIdx.x / 32, c = threadIdx.x % 32;
+      uint32_t knot = knots[threadIdx.x];
 #pragma unroll
-      for (int which = 0; which < axes; ++which) {
-        if (which != a || c >= cells) continue;
-        shared.low[i] = even[which].low(c);
-        shared.high[i] = even[which].high(c, cells);
+      for (int step = 1; step < 32; step *= 2) {
+        const uint32_t other = __shfl_up_sync(whole_warp, knot, step);
+        if (c >= step) knot = max(knot, other);
       }
+      const float lo = a == 0 ? even.x.lo : a == 1 ? even.y.lo : even.z.lo;
+      const float hi = a == 0 ? even.x.hi : a == 1 ? even.y.hi : even.z.hi;
+      const float low = c == 0 ? lo : c < cells ? from_order(knot) : INFINITY;
+      // a point of a lower cell is below the next knot, not at it
+      const float next = from_order(__shfl_down_sync(whole_warp, in_order(low), 1) - 1);
+      shared.low[a * grid::most_cells + c] = low;
+      if (c < cells) shared.high[a * grid::most_cells + c] = c < cells - 1 ? next : hi;
     }
+    even.x.cells = even.y.cells = even.z.cells = cells;
+    even.ranked = true;
+    __syncthreads();
+    return even;
   }
 
-  // Counts become starts.
+  __device__ __forceinline__ void even_edges(const Cells& cells) {
+    const auto fill = [&](const grid::Even& axis, int which) {
+      for (int c = threadIdx.x; c < axis.cells; c += Threads) {
+        shared.low[which * grid::most_cells + c] = axis.low(c);
+        shared.high[which * grid::most_cells + c] = axis.high(c);
+      }
+    };
+    fill(cells.x, 0), fill(cells.y, 1), fill(cells.z, 2);
+  }
+
+  // Counts become starts. Four words a lane and step; all of a warp's loads come first.
   __device__ __forceinline__ void scan(int words) {
+    constexpr int warps = Threads / 32, most_steps = (32768 / 8 + 1 + warps * 32 - 1) / (warps * 32) + 1;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    constexpr int warps = Threads / 32;
-    const int quads = words / 4, quads_a_warp = (quads + warps - 1) / warps;
-    const int first = warp * quads_a_warp, last = min(first + quads_a_warp, quads);
+    const int quads = words / 4, steps = (quads + warps * 32 - 1) / (warps * 32);
+    const int first = warp * steps * 32 + lane;
     auto* four = reinterpret_cast<uint4*>(shared.starts);
     const auto halves = [](uint32_t word) { return (word & 0xffff) + (word >> 16); };
 
+    uint32_t sum[most_steps], mine[most_steps];
     uint32_t total = 0;
-    for (int i = first + lane; i < last; i += 32) {
-      const uint4 w = four[i];
-      total += halves(w.x) + halves(w.y) + halves(w.z) + halves(w.w);
+#pragma unroll
+    for (int step = 0; step < most_steps; ++step) {
+      const int i = first + step * 32;
+      mine[step] = 0;
+      if (step < steps && i < quads) {
+        const uint4 w = four[i];
+        mine[step] = halves(w.x) + halves(w.y) + halves(w.z) + halves(w.w);
+      }
+      total += mine[step];
+      sum[step] = mine[step];
     }
     total = __reduce_add_sync(whole_warp, total);
     if (lane == 0) shared.scratch[7 * 32 + warp] = total;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+#pragma unroll
+      for (int step = 0; step < most_steps; ++step) {
+        if (step >= steps) continue;  // the same for every thread
+        const uint32_t other = __shfl_up_sync(whole_warp, sum[step], by);
+        if (lane >= by) sum[step] += other;
+      }
+    }
     __syncthreads();
     uint32_t before = __reduce_add_sync(whole_warp, lane < warp ? shared.scratch[7 * 32 + lane] : 0u);
-
-    for (int base = first; base < last; base += 32) {
-      const int i = base + lane;
-      uint4 w = i < last ? four[i] : make_uint4(0, 0, 0, 0);
-      const uint32_t mine = halves(w.x) + halves(w.y) + halves(w.z) + halves(w.w);
-      uint32_t sum = mine;
 #pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const uint32_t other = __shfl_up_sync(whole_warp, sum, step);
-        if (lane >= step) sum += other;
+    for (int step = 0; step < most_steps; ++step) {
+      const int i = first + step * 32;
+      if (step < steps && i < quads) {
+        uint4 w = four[i];
+        uint32_t at = before + sum[step] - mine[step];
+        const auto place = [&](uint32_t word) {
+          const uint32_t second = at + (word & 0xffff);
+          const uint32_t starts = at | second << 16;
+          at = second + (word >> 16);
+          return starts;
+        };
+        w.x = place(w.x), w.y = place(w.y), w.z = place(w.z), w.w = place(w.w);
+        four[i] = w;
       }
-      uint32_t at = before + sum - mine;
-      const auto place = [&](uint32_t word) {
-        const uint32_t second = at + (word & 0xffff);
-        const uint32_t starts = at | second << 16;
-        at = second + (word >> 16);
-        return starts;
-      };
-      w.x = place(w.x), w.y = place(w.y), w.z = place(w.z), w.w = place(w.w);
-      if (i < last) four[i] = w;
-      before += __shfl_sync(whole_warp, sum, 31);
+      if (step < steps) before += __shfl_sync(whole_warp, sum[step], 31);
     }
     __syncthreads();
   }
@@ -275,11 +351,10 @@ struct Builder {
   }
 
   // A crowded cell whose points are all one place: the k of lowest index are in front, and the rest is jumped over.
-  __device__ __forceinline__ void trim(int crowded, int k) {
-    const int all = cells * cells * cells;
-    for (int base = threadIdx.x / 32 * 32; base < all; base += Threads) {
+  __device__ __forceinline__ void trim(int cells, int crowded, int k) {
+    for (int base = threadIdx.x / 32 * 32; base < cells; base += Threads) {
       const int cell = base + threadIdx.x % 32;
-      const bool full = cell < all && shared.start(cell + 1) - shared.start(cell) > crowded;
+      const bool full = cell < cells && shared.start(cell + 1) - shared.start(cell) > crowded;
       for (unsigned left = __ballot_sync(whole_warp, full); left != 0; left &= left - 1) {
         trim_cell(base + __ffs(left) - 1, k);
       }
@@ -291,12 +366,16 @@ struct Builder {
     const int lane = threadIdx.x % 32;
     const int first = shared.start(cell), last = shared.start(cell + 1);
     const float4 one = shared.points[first];
-    for (int base = first; base < last; base += 32) {
-      const float4 p = shared.points[min(base + lane, last - 1)];
-      if (!__all_sync(whole_warp, p.x == one.x && p.y == one.y && p.z == one.z)) return;
+    bool same = true;
+#pragma unroll 4
+    for (int i = first + lane; i < last; i += 32) {
+      const float4 p = shared.points[i];
+      same = same && p.x == one.x && p.y == one.y && p.z == one.z;
     }
+    if (!__all_sync(whole_warp, same)) return;
     for (int j = 0; j < k; ++j) {  // the j-th lowest index changes places with what stands there
       int lowest = tree::nobody, where = first;
+#pragma unroll 4
       for (int i = first + j + lane; i < last; i += 32) {
         const int index = __float_as_int(shared.points[i].w);
         if (index < lowest) lowest = index, where = i;
@@ -316,83 +395,117 @@ struct Builder {
   }
 };
 
-// One query, by one thread.
+// One query, by one thread: the eight cells that meet nearest it, more around it until k were seen, then whatever else is near
+// enough. One loop for all three: a second copy of `offer` would cost instruction cache. Rows run
+// upwards, the same for every lane: from the middle outwards, lanes of different halves took turns (20k cycles, not 15).
 template <int K>
-__device__ __forceinline__ void search(const Point<float>& q, int cx, int cy, int cz, const Shared& shared, int cells,
+__device__ __forceinline__ void search(const Point<float>& q, const Cells& cells, const Shared& shared, bool trimmed,
                                        tree::Best<K>& best) {
-  const auto scan = [&](int row, int from, int to) {  // the points of cells [from, to] of a row
-    const int last = shared.start(row + to + 1);
-    for (int i = shared.start(row + from); i < last;) {
-      const float4 p = shared.points[i];
-      const int index = __float_as_int(p.w);
-      if (index < 0) {
-        i = ~index;
-        continue;
-      }
-      best.offer(tree::distance2(q, {p.x, p.y, p.z}), index);
-      ++i;
-    }
+  const Cell c = cells.of(q, shared);
+  const Cell last{cells.x.cells - 1, cells.y.cells - 1, cells.z.cells - 1};
+  const float* low = shared.low;
+  const float* high = shared.high;
+  constexpr int stride = grid::most_cells;
+  const auto gap2 = [&](int axis, float x, int center, int cell) {
+    return cell > center   ? grid::gap2_up(x, low[axis * stride + cell])
+           : cell < center ? grid::gap2_down(x, high[axis * stride + cell])
+                           : 0.0f;
   };
-  const auto row_of = [&](int y, int z) { return (z * cells + y) * cells; };
-  const auto gap2 = [&](int axis, float x, int c) {
-    return grid::gap2(x, shared.low[axis * grid::most_cells + c], shared.high[axis * grid::most_cells + c]);
+  // to the grid itself, for a query outside it
+  const auto outside2 = [&](float x, const grid::Even& axis) {
+    return fmaxf(grid::gap2_up(x, axis.lo), grid::gap2_down(x, axis.hi));
   };
+  const float out_x = outside2(q.x, cells.x), out_y = outside2(q.y, cells.y), out_z = outside2(q.z, cells.z);
+  // what overflows is found by its index, afterwards
+  const auto worst = [&] { return fminf(best.worst(), FLT_MAX); };
 
-  // Close by first: what is found there says how far to look. A box of cells around the query grows until k were seen.
-  const int last = cells - 1;
-  int near = 0;     // rows this far off (in y and in z) were looked at from x - reach to x + reach
+  const auto half = [&](int axis, float x, int cell) {
+    return sub(x, low[axis * stride + cell]) < sub(high[axis * stride + cell], x) ? cell - 1 : cell;
+  };
+  Cell from{half(0, q.x, c.x), half(1, q.y, c.y), half(2, q.z, c.z)};
+  Cell to{min(from.x + 1, last.x), min(from.y + 1, last.y), min(from.z + 1, last.z)};
+  from = {max(from.x, 0), max(from.y, 0), max(from.z, 0)};
+  Cell seen_from{0, 0, 0}, seen_to{-1, -1, -1};  // the cells that were looked at; none yet
   int reach = 1;
-  int whole = 0;    // and rows beyond, this far off, from end to end
-  scan(row_of(cy, cz), max(cx - 1, 0), min(cx + 1, last));
-  while (!best.full() && best.worst() == INFINITY && near < 3 && near < cells) {
-    ++near;
-    const int wider = max(near, 1);
-    for (int z = max(cz - near, 0); z <= min(cz + near, last); ++z) {
-      for (int y = max(cy - near, 0); y <= min(cy + near, last); ++y) {
-        if (max(abs(y - cy), abs(z - cz)) == near) {
-          scan(row_of(y, z), max(cx - wider, 0), min(cx + wider, last));
-        } else if (wider > reach) {
-          if (cx - wider >= 0) scan(row_of(y, z), cx - wider, cx - wider);
-          if (cx + wider <= last) scan(row_of(y, z), cx + wider, cx + wider);
+  while (true) {
+    int y = from.y, z = from.z;
+    bool behind = false;  // of a row of which the middle was seen: on to the part behind that
+    while (z <= to.z) {
+      // Four stretches of points at a time, walked as one: lanes then wait for the longest sum, not for every longest stretch.
+      constexpr int together = 4;
+      int ends[together], shift[together];
+      int total = 0;
+#pragma unroll
+      for (int slot = 0; slot < together; ++slot) {
+        int begin = 0, end = 0;
+        if (z <= to.z) {
+          const float y2 = fmaxf(gap2(1, q.y, c.y, y), out_y), z2 = fmaxf(gap2(2, q.z, c.z, z), out_z);
+          const bool again = y >= seen_from.y && y <= seen_to.y && z >= seen_from.z && z <= seen_to.z;
+          int x = behind ? seen_to.x + 1 : from.x;
+          int x_end = again && !behind ? seen_from.x - 1 : to.x;
+          if (x <= x_end && add(add(out_x, y2), z2) <= worst()) {
+            if (x_end - x > 4) {  // a long one, cut to what is near enough
+              while (x < min(c.x, x_end) && add(add(gap2(0, q.x, c.x, x), y2), z2) > worst()) ++x;
+              while (x_end > max(c.x, x) && add(add(gap2(0, q.x, c.x, x_end), y2), z2) > worst()) --x_end;
+            }
+            const int row = cells.row(y, z);
+            begin = shared.start(row + x);
+            end = shared.start(row + x_end + 1);
+          }
+          behind = again && !behind;
+          if (!behind && ++y > to.y) y = from.y, ++z;
         }
+        shift[slot] = begin - total;
+        total += end - begin;
+        ends[slot] = total;
+      }
+      for (int i = 0; i < total; ++i) {
+        const int p = i + (i < ends[0] ? shift[0] : i < ends[1] ? shift[1] : i < ends[2] ? shift[2] : shift[3]);
+        const float4 at = shared.points[p];
+        const int index = __float_as_int(at.w);
+        if (trimmed && index < 0) {  // the rest of this cell is what was seen: on with what lies behind it
+          i += ~index - p - 1;
+          continue;
+        }
+        best.offer(tree::distance2(q, {at.x, at.y, at.z}), index);
       }
     }
-    reach = wider;
-  }
-  whole = near;
-  while (!best.full() && best.worst() == INFINITY && whole < cells) {
-    ++whole;
-    for (int z = max(cz - whole, 0); z <= min(cz + whole, last); ++z) {
-      const bool all = z == cz - whole || z == cz + whole;
-      for (int y = cy - whole; y <= cy + whole; y += all ? 1 : 2 * whole) {
-        if (y >= 0 && y <= last) scan(row_of(y, z), 0, last);
-      }
-    }
-  }
 
-  // Then every cell that is near enough and was not looked at.
-  const auto range = [&](int axis, float x, int center, float other2, int& from, int& to) {
-    for (from = center; from > 0 && add(gap2(axis, x, from - 1), other2) <= best.worst();) --from;
-    for (to = center; to < last && add(gap2(axis, x, to + 1), other2) <= best.worst();) ++to;
-  };
-  const float own_x2 = gap2(0, q.x, cx), own_y2 = gap2(1, q.y, cy);
-  int y_from, y_to, z_from, z_to, x_from, x_to;
-  range(2, q.z, cz, add(own_x2, own_y2), z_from, z_to);
-  range(1, q.y, cy, own_x2, y_from, y_to);
-  range(0, q.x, cx, 0.0f, x_from, x_to);
-  for (int z = z_from; z <= z_to; ++z) {
-    const float z2 = gap2(2, q.z, z);
-    for (int y = y_from; y <= y_to; ++y) {
-      if (add(add(own_x2, gap2(1, q.y, y)), z2) > best.worst()) continue;
-      const int ring = max(abs(y - cy), abs(z - cz));
-      const int row = row_of(y, z);
-      if (ring > whole) {
-        scan(row, x_from, x_to);
-      } else if (ring <= near) {
-        if (x_from < cx - reach) scan(row, x_from, cx - reach - 1);
-        if (x_to > cx + reach) scan(row, cx + reach + 1, x_to);
-      }
+    seen_from = from, seen_to = to;
+    const bool all = from.x == 0 && from.y == 0 && from.z == 0 && to.x == last.x && to.y == last.y && to.z == last.z;
+    if (all || reach < 0) return;
+    if (!best.full() && best.worst() == INFINITY) {
+      from = {max(c.x - reach, 0), max(c.y - reach, 0), max(c.z - reach, 0)};
+      to = {min(c.x + reach, last.x), min(c.y + reach, last.y), min(c.z + reach, last.z)};
+      reach *= 2;
+      continue;
     }
+    const float w = worst(), xy = add(out_x, out_y);
+    while (from.x > 0 && fmaxf(gap2(0, q.x, c.x, from.x - 1), out_x) <= w) --from.x;
+    while (to.x < last.x && fmaxf(gap2(0, q.x, c.x, to.x + 1), out_x) <= w) ++to.x;
+    while (from.y > 0 && add(out_x, fmaxf(gap2(1, q.y, c.y, from.y - 1), out_y)) <= w) --from.y;
+    while (to.y < last.y && add(out_x, fmaxf(gap2(1, q.y, c.y, to.y + 1), out_y)) <= w) ++to.y;
+    while (from.z > 0 && add(xy, fmaxf(gap2(2, q.z, c.z, from.z - 1), out_z)) <= w) --from.z;
+    while (to.z < last.z && add(xy, fmaxf(gap2(2, q.z, c.z, to.z + 1), out_z)) <= w) ++to.z;
+    if (from.x == seen_from.x && from.y == seen_from.y && from.z == seen_from.z && to.x == seen_to.x &&
+        to.y == seen_to.y && to.z == seen_to.z) {
+      return;
+    }
+    reach = -1;
+  }
+}
+
+// Neighbours so far away that the distance overflows come by index alone. What is not finite is nobody's.
+template <int K>
+__device__ __forceinline__ void add_overflowing(const Point<float>& q, const Cloud& references, tree::Best<K>& best) {
+  for (int i = 0; i < references.count; ++i) {
+    if (best.full() && (best.worst() < INFINITY || best.i[K - 1] < i)) return;
+    const Point<float> p = references.at<float>(i);
+    if (!tree::finite(p) || tree::distance2(q, p) < INFINITY) continue;
+    bool held = false;
+#pragma unroll
+    for (int place = 0; place < K; ++place) held = held || best.i[place] == i;
+    if (!held) best.offer(INFINITY, i);
   }
 }
 
@@ -402,57 +515,51 @@ __device__ __forceinline__ void build_and_search(const GridCall& call, int cells
   const Layout layout(static_cast<int>(call.references.count), cells);
   const Shared shared(bytes, layout);
 
-  Builder<Threads, most_references / Threads> builder{call.references, shared, cells, {}, {}, {}};
-  STAMP(0);
+  // 32 queries to a warp of each block in turn: neighbours in the list are often neighbours in space, and as hard. The first
+  // is on its way while the grid is built.
+  const int64_t mine = (threadIdx.x / 32 * static_cast<int64_t>(gridDim.x) + blockIdx.x) * 32 + threadIdx.x % 32;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * Threads;
+  const int64_t rounded = (call.queries.count + 31) / 32 * 32;  // whole warps: the gather shuffles
+  if (mine < call.queries.count) call.queries.prefetch(mine);
+
+  Builder<Threads, most_references / Threads> builder{call.references, shared};
   builder.zero_counts(layout.words);
   builder.read();
-  STAMP(1);
-  builder.bound();  // passes a barrier: the counts are zero
-  STAMP(2);
-  int most = builder.count();
-  STAMP(3);
+  Cells grid = builder.bound(cells);  // passes a barrier: the counts are zero
+  builder.even_edges(grid);
+  int most = builder.count(grid);
   // Volumes and surfaces stay far below; what does not is uneven (an outlier, clusters, scales), and is counted again
   // between knots.
-  const int crowded = 16 + 16 * layout.points / (cells * cells * cells);
+  const int crowded = 16 + 16 * layout.points / cells;
   if (most > crowded) {
     builder.zero_counts(layout.words);
-    builder.rank();  // passes barriers
-    builder.ranked = true;
-    most = builder.count();
-  } else {
-    builder.even_edges();
+    grid = builder.rank(grid, grid::ranked_cells_for(cells));  // passes barriers
+    most = builder.count(grid);
   }
-  STAMP(4);
   builder.scan(layout.words);
-  STAMP(5);
   builder.scatter();
-  STAMP(6);
-  if (most > 2 * crowded) builder.trim(max(2 * crowded, call.k), call.k);
+  const bool trimmed = most > 2 * crowded;
+  if (trimmed) builder.trim(grid.all(), max(2 * crowded, call.k), call.k);
 
-  STAMP(7);
-  // Contiguous queries for each block, as many for each.
-  const int64_t share = (call.queries.count + gridDim.x - 1) / gridDim.x;
-  const int64_t first = blockIdx.x * share, last = min(first + share, call.queries.count);
-  for (int64_t base = first; base < last; base += Threads) {
-    const int64_t query = base + threadIdx.x;
-    const bool there = query < last;
+  for (int64_t query = mine; query < rounded; query += step) {
+    const bool there = query < call.queries.count;
     tree::Best<K> best;
     best.clear(call.k, call.limit);
     if (there) {
       const Point<float> q = call.queries.at<float>(query);
       if (tree::finite(q)) {
-        search<K>(q, builder.cell_of(q, 0), builder.cell_of(q, 1), builder.cell_of(q, 2), shared, cells, best);
+        search<K>(q, grid, shared, trimmed, best);
+        if (best.worst() == INFINITY && !(call.limit < INFINITY)) add_overflowing<K>(q, call.references, best);
       }
     }
     answer(query, there, best);
   }
-  STAMP(8);
 }
 
 template <int K, int Threads>
 __global__ void __launch_bounds__(Threads, 1)
-    grid_search_kernel(GridCall call, int cells, float* dist2 /*[N, k]*/, int64_t* idx /*[N, k]*/,
-                       int64_t* counts /*[N] or null*/) {
+    grid_search_kernel(const __grid_constant__ GridCall call, int cells, float* dist2 /*[N, k]*/,
+                       int64_t* idx /*[N, k]*/, int64_t* counts /*[N] or null*/) {
   build_and_search<K, Threads>(call, cells, [&](int64_t query, bool there, const tree::Best<K>& best) {
     if (!there) return;
     int count = 0;
@@ -471,7 +578,8 @@ __global__ void __launch_bounds__(Threads, 1)
 
 // Rows of one word are copied by their own thread; longer ones by the warp together, whole lines at a time.
 template <int Threads>
-__global__ void __launch_bounds__(Threads, 1) grid_gather_kernel(GridCall call, int cells, ValueRows values) {
+__global__ void __launch_bounds__(Threads, 1)
+    grid_gather_kernel(const __grid_constant__ GridCall call, int cells, ValueRows values) {
   build_and_search<1, Threads>(call, cells, [&](int64_t query, bool there, const tree::Best<1>& best) {
     const unsigned having = __ballot_sync(whole_warp, there);
     if (values.row_bytes == 8 && values.word == 8) {
@@ -490,7 +598,7 @@ __global__ void __launch_bounds__(Threads, 1) grid_gather_kernel(GridCall call, 
   });
 }
 
-constexpr int threads_for(int K) { return K <= 8 ? 1024 : 512; }
+constexpr int block_threads = 1024;
 
 int blocks_for(const Context& context, int64_t queries) {
   // one block an SM; fewer where a block would have less than a warp's worth of work each
@@ -501,16 +609,16 @@ int blocks_for(const Context& context, int64_t queries) {
 template <int K>
 void launch_grid(const Context& context, const GridCall& call, float* dist2, int64_t* idx, int64_t* counts) {
   const int cells = grid::cells_for(call.references.count, call.k);
-  constexpr int threads = threads_for(K);
-  launch_with_shared<grid_search_kernel<K, threads>>(context, blocks_for(context, call.queries.count), threads,
-                                                     Layout(static_cast<int>(call.references.count), cells).bytes(),
-                                                     call, cells, dist2, idx, counts);
+  launch_with_shared<grid_search_kernel<K, block_threads>>(
+      context, blocks_for(context, call.queries.count), block_threads,
+      Layout(static_cast<int>(call.references.count), cells).bytes(), call, cells, dist2, idx, counts);
 }
 
 }  // namespace
 
 bool grid_serves(int device, const GridCall& call) {
-  if (call.k > 32 || call.references.count > most_references) return false;
+  // from 9 neighbours up the insertions of a thread cost more than the tree does: k = 32 took 590 us, the tree 455
+  if (call.k > 8 || call.references.count > most_references) return false;
   const int cells = grid::cells_for(call.references.count, call.k);
   return Layout(static_cast<int>(call.references.count), cells).bytes() <=
          attribute_of(device, cudaDevAttrMaxSharedMemoryPerBlockOptin);
@@ -520,16 +628,14 @@ void grid_search(const Context& context, const GridCall& call, float* dist2 /*[N
                  int64_t* counts /*[N] or null*/) {
   if (call.k == 1) return launch_grid<1>(context, call, dist2, idx, counts);
   if (call.k <= 4) return launch_grid<4>(context, call, dist2, idx, counts);
-  if (call.k <= 8) return launch_grid<8>(context, call, dist2, idx, counts);
-  launch_grid<32>(context, call, dist2, idx, counts);
+  launch_grid<8>(context, call, dist2, idx, counts);
 }
 
 void grid_gather(const Context& context, const GridCall& call, const ValueRows& values) {
   const int cells = grid::cells_for(call.references.count, 1);
-  constexpr int threads = threads_for(1);
-  launch_with_shared<grid_gather_kernel<threads>>(context, blocks_for(context, call.queries.count), threads,
-                                                  Layout(static_cast<int>(call.references.count), cells).bytes(), call,
-                                                  cells, values);
+  launch_with_shared<grid_gather_kernel<block_threads>>(context, blocks_for(context, call.queries.count), block_threads,
+                                                        Layout(static_cast<int>(call.references.count), cells).bytes(),
+                                                        call, cells, values);
 }
 
 }  // namespace prequal::ops::spatial

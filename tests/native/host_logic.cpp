@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "prequal/knn_grid.h"
 #include "prequal/knn_tree.h"
 #include "prequal/row_plan.h"
 #include "prequal/tensor.h"
@@ -14,7 +15,7 @@ namespace {
 template <int K>
 void best_of(const float* distance, const int* index, int count, int k, float* best_d, int* best_i) {
   tree::Best<K> best;
-  best.clear(k);
+  best.clear(k, INFINITY);
   for (int i = 0; i < count; ++i) best.offer(distance[i], index[i]);
   for (int place = K - k; place < K; ++place) {
     best_d[place - (K - k)] = best.d[place];
@@ -31,17 +32,39 @@ void plan(int64_t width, int vec, int* out /*[4]*/) {
   out[0] = static_cast<int>(found.kind), out[1] = found.items, out[2] = found.threads, out[3] = found.rows;
 }
 
-float distance2(const float* q, const float* p) { return tree::distance2({q[0], q[1], q[2]}, {p[0], p[1], p[2]}); }
-
-float bound2(const float* q, const float* lo, const float* hi) {
-  return tree::bound2({q[0], q[1], q[2]}, {lo[0], lo[1], lo[2]}, {hi[0], hi[1], hi[2]});
+float distance2(const float* q, const float* p) {
+  return tree::distance2<float>({q[0], q[1], q[2]}, {p[0], p[1], p[2]});
 }
 
-int all_finite(const float* p) { return tree::finite({p[0], p[1], p[2]}); }
+float bound2(const float* q, const float* lo, const float* hi) {
+  return tree::bound2<float>({q[0], q[1], q[2]}, {lo[0], lo[1], lo[2]}, {hi[0], hi[1], hi[2]});
+}
+
+int all_finite(const float* p) { return tree::finite<float>({p[0], p[1], p[2]}); }
 
 uint32_t rank_of(float value, const float* sorted /*[knots]*/) { return tree::rank_of(value, sorted); }
 
-uint32_t key_of(const float* p, const float* sorted /*[3, knots]*/) { return tree::key_of({p[0], p[1], p[2]}, sorted); }
+uint32_t key_of(const float* p, int dims, const float* sorted /*[3, knots]*/) {
+  return tree::key_of<float>({p[0], p[1], p[2]}, dims, sorted);
+}
+
+// The cell of x, and the edges of all cells, between lo and hi in about `wanted` cells.
+int even(float lo, float hi, int wanted, float x, float* low /*[most_cells]*/, float* high /*[most_cells]*/,
+         int* cells) {
+  const float width = (hi - lo) / static_cast<float>(wanted);
+  const grid::Even axis = grid::Even::of(lo, hi, width, wanted);
+  for (int c = 0; c < axis.cells; ++c) low[c] = axis.low(c), high[c] = axis.high(c);
+  *cells = axis.cells;
+  return axis.cell(x);
+}
+
+int ranked_cell(float x, const float* low /*[ranked_cells]*/) { return grid::ranked_cell(x, low); }
+
+int cells_along(float extent, float width) { return grid::cells_along(extent, width); }
+
+int cells_for(int64_t points, int k) { return grid::cells_for(points, k); }
+
+int ranked_cells_for(int cells) { return grid::ranked_cells_for(cells); }
 
 int knots() { return tree::knots; }
 
@@ -54,9 +77,12 @@ void best(int capacity, const float* distance, const int* index, int count, int 
   }
 }
 
-int levels(int64_t points, int* nodes /*[max_levels]*/, int64_t* total) {
+int levels(int64_t points, int* boxes /*[max_levels]*/, int* groups /*[max_levels]*/, int* first /*[max_levels]*/,
+           int* total) {
   const tree::Levels found = tree::levels_for(points);
-  std::memcpy(nodes, found.nodes, sizeof(found.nodes));
+  std::memcpy(boxes, found.boxes, sizeof(found.boxes));
+  std::memcpy(groups, found.groups, sizeof(found.groups));
+  std::memcpy(first, found.first, sizeof(found.first));
   *total = found.total;
   return found.count;
 }

@@ -36,10 +36,15 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         ("bound2", ctypes.c_float, [ctypes.c_void_p] * 3),
         ("all_finite", ctypes.c_int, [ctypes.c_void_p]),
         ("rank_of", ctypes.c_uint32, [ctypes.c_float, ctypes.c_void_p]),
-        ("key_of", ctypes.c_uint32, [ctypes.c_void_p] * 2),
+        ("key_of", ctypes.c_uint32, [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]),
+        ("even", ctypes.c_int, [*[ctypes.c_float] * 2, ctypes.c_int, ctypes.c_float, *[ctypes.c_void_p] * 3]),
+        ("ranked_cell", ctypes.c_int, [ctypes.c_float, ctypes.c_void_p]),
+        ("cells_along", ctypes.c_int, [ctypes.c_float] * 2),
+        ("cells_for", ctypes.c_int, [ctypes.c_int64, ctypes.c_int]),
+        ("ranked_cells_for", ctypes.c_int, [ctypes.c_int]),
         ("best", None, [ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 2]),
         ("sorted_bits", ctypes.c_int, [ctypes.c_int64]),
-        ("levels", ctypes.c_int, [ctypes.c_int64, *[ctypes.c_void_p] * 2]),
+        ("levels", ctypes.c_int, [ctypes.c_int64, *[ctypes.c_void_p] * 4]),
         ("rows", ctypes.c_int, [ctypes.c_int, *[ctypes.c_void_p] * 3]),
     ):
         function = getattr(loaded, name)
@@ -168,32 +173,96 @@ def test_a_rank_is_the_count_of_the_sample_at_or_below(native):
         assert native.rank_of(value, pointer(sample)) == min(np.searchsorted(sample, value, "right"), n - 1)
 
 
-def test_a_key_interleaves_the_bits_of_three_ranks(native):
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_key_interleaves_the_bits_of_the_ranks(native, dims):
     n = native.knots()
     sample = np.tile(np.arange(n, dtype=np.float32), 3)
     for ranks in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1023, 1023, 1023), (5, 300, 1000)]:
         p = f32(*(rank - 0.5 for rank in ranks))
-        want = sum(((rank >> bit) & 1) << (3 * bit + axis) for axis, rank in enumerate(ranks) for bit in range(10))
-        assert native.key_of(pointer(p), pointer(sample)) == want
+        want = sum(
+            ((rank >> bit) & 1) << (dims * bit + axis) for axis, rank in enumerate(ranks[:dims]) for bit in range(10)
+        )
+        assert native.key_of(pointer(p), dims, pointer(sample)) == want << (10 if dims == 2 else 0)
 
 
-@pytest.mark.parametrize("points", [0, 1, 7, 8, 9, 64, 65, 513, 8192, 10**6, 0x7FFFFFF0])
-def test_levels_are_whole_groups_that_shrink_by_the_fan_to_one(native, points):
-    nodes, total = np.zeros(10, dtype=np.int32), np.zeros(1, dtype=np.int64)
-    count = native.levels(points, pointer(nodes), pointer(total))
-    assert count == (0 if points == 0 else max(1, count))
-    assert total[0] == nodes[:count].astype(np.int64).sum()
+@pytest.mark.parametrize("points", [0, 1, 31, 32, 33, 1024, 1025, 32769, 10**6, 0x7FFFFFF0])
+def test_every_box_has_its_place_in_a_group_and_the_last_level_is_one(native, points):
+    boxes, groups, first = (np.zeros(6, dtype=np.int32) for _ in range(3))
+    total = np.zeros(1, dtype=np.int32)
+    count = native.levels(points, pointer(boxes), pointer(groups), pointer(first), pointer(total))
     if points == 0:
+        assert (count, total[0]) == (0, 0)
         return
-    assert 8 * int(nodes[0]) >= points > 8 * (int(nodes[0]) - 8)
-    assert all(n % 8 == 0 for n in nodes[:count].tolist())
-    for below, above in itertools.pairwise(nodes[:count].tolist()):
-        assert 8 * above >= below > 8 * (above - 8)
-    assert nodes[count - 1] == 8
-    assert nodes[0] <= 2**28  # the traversal keeps a level in the four bits above
+    assert boxes[0] == -(-points // 32)
+    assert [g == -(-b // 32) for b, g in zip(boxes[:count], groups[:count], strict=True)] == [True] * count
+    assert boxes[1:count].tolist() == groups[: count - 1].tolist()
+    assert groups[count - 1] == 1
+    assert first[:count].tolist() == [int(groups[:level].sum()) for level in range(count)]
+    assert total[0] == groups[:count].sum()
 
 
 def test_enough_bits_are_sorted_for_a_cell_to_hold_a_leaf_or_less(native):
     assert [native.sorted_bits(n) for n in (0, 1, 256, 257, 65536, 65537, 2**24, 2**24 + 1, 2**31)] == [
         *(8, 8, 8, 16, 16, 24, 24, 30, 30)
     ]
+
+
+# ---- the kNN grid ------------------------------------------------------------------------------------------------
+
+
+def even(native, lo, hi, wanted, x):
+    low, high, cells = np.zeros(192, dtype=np.float32), np.zeros(192, dtype=np.float32), np.zeros(1, dtype=np.int32)
+    cell = native.even(lo, hi, wanted, x, pointer(low), pointer(high), pointer(cells))
+    return cell, low[: cells[0]], high[: cells[0]]
+
+
+@settings(max_examples=1000, deadline=None)
+@given(wild, wild, st.integers(1, 192), st.floats(0, 1), st.integers(-3, 3))
+def test_a_point_is_within_the_edges_of_its_cell(native, a, b, wanted, where, ulps):
+    lo, hi = np.float32(min(a, b)), np.float32(max(a, b))
+    with np.errstate(over="ignore"):
+        x = np.float32(lo + np.float32(where) * (hi - lo))
+        for _ in range(abs(ulps)):
+            x = np.nextafter(x, np.float32(np.inf if ulps > 0 else -np.inf))
+    x = np.clip(x if np.isfinite(x) else lo, lo, hi)
+    cell, low, high = even(native, lo, hi, wanted, x)
+    assert 0 <= cell < len(low)
+    assert low[cell] <= x <= high[cell]
+    assert (np.diff(low) >= 0).all()
+    assert (np.diff(high) >= 0).all()
+
+
+@settings(max_examples=300, deadline=None)
+@given(wild, wild, st.integers(1, 192), st.lists(st.floats(-0.5, 1.5), min_size=2, max_size=8))
+def test_cells_never_fall_as_the_coordinate_rises(native, a, b, wanted, places):
+    lo, hi = np.float32(min(a, b)), np.float32(max(a, b))
+    with np.errstate(over="ignore", invalid="ignore"):
+        xs = np.array([lo + np.float32(place) * (hi - lo) for place in sorted(places)], dtype=np.float32)
+    xs = xs[np.isfinite(xs)]
+    cells = [even(native, lo, hi, wanted, x)[0] for x in xs]
+    assert cells == sorted(cells)
+
+
+@pytest.mark.parametrize("cells", [1, 2, 21, 32])
+def test_a_ranked_cell_is_the_count_of_knots_at_or_below(native, cells):
+    rng = np.random.default_rng(0)
+    low = np.full(32, np.inf, dtype=np.float32)
+    low[:cells] = np.sort(np.round(rng.normal(size=cells), 1))
+    for x in [*rng.normal(size=200), *low[:cells], -1e30, 1e30]:
+        x = np.float32(x)
+        assert native.ranked_cell(x, pointer(low)) == max(np.searchsorted(low[:cells], x, "right") - 1, 0)
+
+
+def test_the_cells_of_a_grid_fit_its_table(native):
+    for points in (1, 2, 100, 8000, 8192):
+        for k in (1, 4, 8):
+            cells = native.cells_for(points, k)
+            assert 64 <= cells <= 32768
+            along = native.ranked_cells_for(cells)
+            assert along**3 <= cells
+            assert along == 32 or (along + 1) ** 3 > cells
+    assert native.cells_along(1.0, 1.0) == 1
+    assert native.cells_along(1.0, 0.25) == 4
+    assert native.cells_along(0.0, 0.25) == 1
+    assert native.cells_along(float("inf"), 0.25) == 1
+    assert native.cells_along(1e20, 1e-20) == 192
