@@ -106,11 +106,11 @@ def _those_who_are_right(
     case: Case, op: Op, args: tuple[Any, ...], everybody: Sequence[Candidate], row: dict[str, Any], say: Say
 ) -> list[Candidate]:
     few = case.reference_args(args)
-    want = op._call(op.reference, few)
+    want = op.outcome(lambda every: op._call(op.reference, every), few)
     right = []
     for one in everybody:
         try:
-            got = case.compared(one.function(*args))
+            got = case.compared(op.outcome(lambda every, one=one: one.function(*every), args))
             wrong = one.compare(got, want, few)
         except Exception as error:  # a peer's failure, or ours: reported, never timed
             row.setdefault("failed", {})[one.name] = _short(error)
