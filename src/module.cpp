@@ -80,9 +80,12 @@ int preload(int device) {
 
 NB_MODULE(_native, m) {
   def<ops::rms_norm>(m, "rms_norm", {"x", "weight", "eps", "weight_offset", "exact_rounding"});
-  def<ops::rms_norm_backward>(m, "rms_norm_backward", {"grad", "x", "weight", "eps", "added", "weight_offset", "weight_grad"});
-  def<ops::fused_add_rms_norm>(m, "fused_add_rms_norm", {"x", "residual", "weight", "eps", "weight_offset", "exact_rounding"});
-  def<ops::fused_add_rms_norm_>(m, "fused_add_rms_norm_", {"x", "residual", "weight", "eps", "weight_offset", "exact_rounding"});
+  def<ops::rms_norm_backward>(m, "rms_norm_backward",
+                              {"grad", "x", "weight", "eps", "added", "weight_offset", "weight_grad"});
+  def<ops::fused_add_rms_norm>(m, "fused_add_rms_norm",
+                               {"x", "residual", "weight", "eps", "weight_offset", "exact_rounding"});
+  def<ops::fused_add_rms_norm_>(m, "fused_add_rms_norm_",
+                                {"x", "residual", "weight", "eps", "weight_offset", "exact_rounding"});
   def<ops::layer_norm>(m, "layer_norm", {"x", "weight", "bias", "eps"});
   def<ops::layer_norm_backward>(m, "layer_norm_backward", {"grad", "x", "weight", "eps", "weight_grad", "bias_grad"});
   def<ops::swiglu>(m, "swiglu", {"gate", "up", "exact_rounding"});
@@ -93,8 +96,10 @@ NB_MODULE(_native, m) {
   def<ops::geglu_packed>(m, "geglu_packed", {"x", "approximate", "interleaved", "exact_rounding"});
   def<ops::geglu_backward>(m, "geglu_backward", {"grad", "gate", "up", "approximate"});
   def<ops::geglu_packed_backward>(m, "geglu_packed_backward", {"grad", "x", "approximate", "interleaved"});
-  def<ops::rope>(m, "rope", {"q", "k", "cos", "sin", "positions", "interleaved", "rotary_dim", "inverse", "exact_rounding"});
-  def<ops::rope_>(m, "rope_", {"q", "k", "cos", "sin", "positions", "interleaved", "rotary_dim", "inverse", "exact_rounding"});
+  def<ops::rope>(m, "rope",
+                 {"q", "k", "cos", "sin", "positions", "interleaved", "rotary_dim", "inverse", "exact_rounding"});
+  def<ops::rope_>(m, "rope_",
+                  {"q", "k", "cos", "sin", "positions", "interleaved", "rotary_dim", "inverse", "exact_rounding"});
   def<ops::knn>(m, "knn", {"queries", "references", "k"});
   def<ops::knn_gather>(m, "knn_gather", {"queries", "references", "values"});
 

@@ -1,7 +1,7 @@
 // act(gate) * up, element by element, and its gradient: the kernels of swiglu and geglu.
 //
-// A block takes a chunk of a row; rows that follow each other without a gap are one row. Packed input holds gate and up in one
-// tensor [..., 2 I]: as halves, which are two strided tensors, or interleaved (gate 0, up 0, gate 1, ...).
+// A block takes a chunk of a row; rows that follow each other without a gap are one row. Packed input holds gate and up
+// in one tensor [..., 2 I]: as halves, which are two strided tensors, or interleaved (gate 0, up 0, gate 1, ...).
 #pragma once
 
 #include <algorithm>
@@ -251,8 +251,7 @@ Rows<T> rows_at(const Tensor& x, int64_t first = 0) {
 template <class T, class... R>
 bool words(const Shape<T>& shape, const R&... tensors) {
   const int64_t size = sizeof(T);
-  return shape.width % widest<T> == 0 &&
-         (aligned(tensors.at, shape.rows > 1 ? tensors.stride * size : 0, 16) && ...);
+  return shape.width % widest<T> == 0 && (aligned(tensors.at, shape.rows > 1 ? tensors.stride * size : 0, 16) && ...);
 }
 
 // Rows without gaps are one row. `times`: columns of a tensor for each column of the result.
@@ -346,7 +345,8 @@ void start_gradient_interleaved(const Context& context, const Rows<const T>& gra
 
 // ---- the four launchers of an activation -----------------------------------------------------------------------------
 //
-// activation(body): body.operator()<Act>() with Act<true> or Act<false>; a template over speed, as halves take the fast one.
+// activation(body): body.operator()<Act>() with Act<true> or Act<false>; a template over speed, as halves take the fast
+// one.
 
 template <template <bool> class Act, class T, class Body>
 void by_rounding(bool exact, Body&& body) {

@@ -82,7 +82,8 @@ inline int multiprocessors(const Context& context) {
   });
 }
 
-// Clusters need sm_90 and code made for it: code of an older architecture on a newer GPU, as test builds have it, has none.
+// Clusters need sm_90 and code made for it: code of an older architecture on a newer GPU, as test builds have it, has
+// none.
 template <auto kernel>
 bool has_clusters(const Context& context) {
   struct Key;

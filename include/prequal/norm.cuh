@@ -1,7 +1,7 @@
 // Normalisation of rows, and its gradient: the kernels of rms_norm, fused_add_rms_norm and layer_norm.
 //
-// A team (a warp, a block, a cluster of blocks) owns a row, which stays in its registers: each byte is read once. Rows that
-// no team can hold are read again, the second time from L2. Everything between a load and its store is fp32.
+// A team (a warp, a block, a cluster of blocks) owns a row, which stays in its registers: each byte is read once. Rows
+// that no team can hold are read again, the second time from L2. Everything between a load and its store is fp32.
 #pragma once
 
 #include <algorithm>
@@ -29,12 +29,12 @@ struct Rows {
 
 template <class T>
 struct Forward {
-  Rows<const T> x;       // [rows, H]
-  Rows<const T> other;   // [rows, H], added to x; only where the kernel adds
-  Rows<T> sum;           // [rows, H], x + other; only where the kernel adds
-  Rows<T> y;             // [rows, H]
-  Parameter<T> weight;   // [H] or none
-  Parameter<T> bias;     // [H] or none
+  Rows<const T> x;      // [rows, H]
+  Rows<const T> other;  // [rows, H], added to x; only where the kernel adds
+  Rows<T> sum;          // [rows, H], x + other; only where the kernel adds
+  Rows<T> y;            // [rows, H]
+  Parameter<T> weight;  // [H] or none
+  Parameter<T> bias;    // [H] or none
   int64_t rows;
   int width;
   float eps;
@@ -44,13 +44,13 @@ struct Forward {
 
 template <class T>
 struct Backward {
-  Rows<const T> grad;    // [rows, H]
-  Rows<const T> x;       // [rows, H]
-  Rows<const T> more;    // [rows, H], added to dx; null for none
-  Rows<T> dx;            // [rows, H]
-  Parameter<T> weight;   // [H] or none
-  float* dweight;        // [teams, partial_stride], sums over a team's rows; null where it is not asked for
-  float* dbias;          // [teams, partial_stride]; null where it is not asked for
+  Rows<const T> grad;   // [rows, H]
+  Rows<const T> x;      // [rows, H]
+  Rows<const T> more;   // [rows, H], added to dx; null for none
+  Rows<T> dx;           // [rows, H]
+  Parameter<T> weight;  // [H] or none
+  float* dweight;       // [teams, partial_stride], sums over a team's rows; null where it is not asked for
+  float* dbias;         // [teams, partial_stride]; null where it is not asked for
   int64_t partial_stride;
   int64_t rows;
   int width;
@@ -104,16 +104,19 @@ __device__ __forceinline__ float squares(const Packet<T>& x, float mean, int col
   return sum;
 }
 
-// Resident blocks decide: rms_norm of bf16 [16384, 4096] took 69.7 us at no more than 40 registers (6 blocks of 256 threads
-// on an SM of sm_90), 77.8 at 48, 72.6 at 32; a persistent grid that holds the weight and fetches the next row ahead, 73.5
-// at best. A block of 1024 may have 64, in which 4 items of a ragged row or of layer norm's find no room.
+// Resident blocks decide: rms_norm of bf16 [16384, 4096] took 69.7 us at no more than 40 registers (6 blocks of 256
+// threads on an SM of sm_90), 77.8 at 48, 72.6 at 32; a persistent grid that holds the weight and fetches the next row
+// ahead, 73.5 at best. A block of 1024 may have 64, in which 4 items of a ragged row or of layer norm's find no room.
 template <Kind kind, int Items, bool Ragged>
 inline constexpr int most_threads = Items == 2 || Ragged || kind == Kind::layer ? 512 : 1024;
 template <int Items, bool Ragged>
-inline constexpr int least_blocks = Items != 2 ? 1 : Ragged ? 2 : 3;
+inline constexpr int least_blocks = Items != 2 ? 1
+                                    : Ragged   ? 2
+                                               : 3;
 
 template <Kind kind, bool Add, class T, bool Ragged, int Items, class Team>
-__global__ void __launch_bounds__(most_threads<kind, Items, Ragged>, least_blocks<Items, Ragged>) held_rows(const Forward<T> a) {
+__global__ void __launch_bounds__(most_threads<kind, Items, Ragged>, least_blocks<Items, Ragged>)
+    held_rows(const Forward<T> a) {
   constexpr int N = widest<T>;
   __shared__ typename Team::Shared shared;
   Team team(shared);
@@ -150,7 +153,7 @@ __global__ void __launch_bounds__(most_threads<kind, Items, Ragged>, least_block
     float total[1] = {};
 #pragma unroll
     for (int item = 0; item < Items; ++item) {
-      total[0] += squares<kind == Kind::layer>(held[item], mean, column(item), a.width);
+      total[0] += squares < kind == Kind::layer > (held[item], mean, column(item), a.width);
     }
     team.sum(total);
     const float rstd = rsqrtf(total[0] / a.width + a.eps);
@@ -266,7 +269,8 @@ __device__ __forceinline__ void weighted(const Backward<T>& a, float (&value)[wi
   }
 }
 
-// What a packet adds to the first sums (layer norm: of x and of gw) and to the second (of squares and of gw (x - mean)).
+// What a packet adds to the first sums (layer norm: of x and of gw) and to the second (of squares and of gw (x -
+// mean)).
 template <class T, bool Ragged>
 __device__ __forceinline__ void first_sums(const Backward<T>& a, float (&sum)[2], const Packet<T>& grad,
                                            const Packet<T>& x, int column) {
@@ -372,7 +376,9 @@ __global__ void __launch_bounds__(Most, Least) held_gradient(const Backward<T> a
     if (column(item) >= a.width) continue;
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
-      const auto four = [](const float(&of)[N], int at) { return Vec<float, 4>{of[at], of[at + 1], of[at + 2], of[at + 3]}; };
+      const auto four = [](const float(&of)[N], int at) {
+        return Vec<float, 4>{of[at], of[at + 1], of[at + 2], of[at + 3]};
+      };
       if (a.dweight) store(a.dweight + mine + column(item) + i, four(dweight[item], i));
       if constexpr (kind == Kind::layer) {
         if (a.dbias) store(a.dbias + mine + column(item) + i, four(dbias[item], i));
@@ -381,7 +387,8 @@ __global__ void __launch_bounds__(Most, Least) held_gradient(const Backward<T> a
   }
 }
 
-// Rows that no team holds: read once more, from L2, and the sums over columns kept in memory by the thread that owns them.
+// Rows that no team holds: read once more, from L2, and the sums over columns kept in memory by the thread that owns
+// them.
 template <Kind kind, class T, bool Ragged>
 __global__ void __launch_bounds__(512) read_again_gradient(const Backward<T> a) {
   constexpr int N = widest<T>;
@@ -501,7 +508,8 @@ int64_t run(const Context& context, Backward<T>& a, Start&& start) {
 
 // ---- what the launchers of the three ops share ---------------------------------------------------------------------
 
-inline constexpr int64_t widest_row = int64_t{1} << 30;  // columns are counted in int, with room for a step past the end
+inline constexpr int64_t widest_row = int64_t{1}
+                                      << 30;  // columns are counted in int, with room for a step past the end
 
 inline int64_t width_of(const Tensor& x, const char* argument) {
   if (x.rank < 1) wrong_value(argument, "at least one dimension", "a 0-dimensional tensor");

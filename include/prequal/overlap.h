@@ -16,7 +16,8 @@ inline int64_t extent_bytes(const Tensor& x) {
   return (last + 1) * x.itemsize;
 }
 
-// True where no two elements of a tensor are one: each dimension, from the narrowest stride on, steps over all before it.
+// True where no two elements of a tensor are one: each dimension, from the narrowest stride on, steps over all before
+// it.
 inline bool is_apart(const Tensor& x) {
   std::array<int, max_rank> by_stride{};
   int dims = 0;
@@ -24,7 +25,8 @@ inline bool is_apart(const Tensor& x) {
     if (x.shape[dim] == 0) return true;
     if (x.shape[dim] == 1) continue;
     int place = dims++;
-    for (; place > 0 && x.stride[by_stride[place - 1]] > x.stride[dim]; --place) by_stride[place] = by_stride[place - 1];
+    for (; place > 0 && x.stride[by_stride[place - 1]] > x.stride[dim]; --place)
+      by_stride[place] = by_stride[place - 1];
     by_stride[place] = dim;
   }
   int64_t reach = 0;
@@ -36,8 +38,8 @@ inline bool is_apart(const Tensor& x) {
   return true;
 }
 
-// True where two tensors share no memory: their extents are apart, or both are slices of one packed row, beside each other in
-// the last dimensions and walking the dimensions before by the same strides.
+// True where two tensors share no memory: their extents are apart, or both are slices of one packed row, beside each
+// other in the last dimensions and walking the dimensions before by the same strides.
 inline bool are_apart(const Tensor& a, const Tensor& b) {
   const int64_t a_bytes = extent_bytes(a), b_bytes = extent_bytes(b);
   if (a_bytes == 0 || b_bytes == 0) return true;

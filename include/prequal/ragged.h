@@ -1,8 +1,8 @@
 // Rows of any width at any address, moved in 16-byte words: the arithmetic, which the CPU tests cover.
 //
 // A thread owns the columns [c, c + N) of a row whatever the row's address, so that sums over a column stay with it. It
-// loads the one or two aligned words that hold them and shifts. It stores an aligned word made of its own last columns and
-// the next lane's first ones; where a warp or the row ends, single elements.
+// loads the one or two aligned words that hold them and shifts. It stores an aligned word made of its own last columns
+// and the next lane's first ones; where a warp or the row ends, single elements.
 #pragma once
 
 #include <cstdint>
@@ -36,8 +36,8 @@ PREQUAL_HD Word straddle(const Word& low, const Word& high, unsigned bytes) {
   return out;
 }
 
-// Which elements a lane stores of its columns [column, column + vec), and whether it stores the word that begins `shift`
-// columns into them. Every column of the row below `width` is stored by exactly one lane, exactly once.
+// Which elements a lane stores of its columns [column, column + vec), and whether it stores the word that begins
+// `shift` columns into them. Every column of the row below `width` is stored by exactly one lane, exactly once.
 struct RaggedStore {
   bool word;  // [column + shift, column + shift + vec), with the next lane's first `shift`
   bool low;   // its own first `shift` one by one: no lane before it has them in its word
@@ -49,8 +49,8 @@ PREQUAL_HD RaggedStore ragged_store(int lane, int column, int width, int vec, in
   return {word, lane == 0 || column + shift > width, !word};
 }
 
-// True where the words that hold [column, column + vec) end before the row does: else element by element, so that nothing
-// behind the last row is touched. (The first word may begin before the row, never before its allocation.)
+// True where the words that hold [column, column + vec) end before the row does: else element by element, so that
+// nothing behind the last row is touched. (The first word may begin before the row, never before its allocation.)
 PREQUAL_HD bool words_inside(int column, int width, int vec, bool shifted) {
   return column + (shifted ? 2 * vec : vec) <= width;
 }

@@ -13,8 +13,8 @@ struct RopePlan {
   int threads;  // a block; 0 where no block has enough
 };
 
-// About 256 threads, and as many heads at a time in every round as in the first: 40 heads of 8 places are 2 rounds of 20,
-// not 32 and 8.
+// About 256 threads, and as many heads at a time in every round as in the first: 40 heads of 8 places are 2 rounds of
+// 20, not 32 and 8.
 constexpr RopePlan rope_plan(int heads, int rotary, int vec, bool interleaved) {
   int places = (interleaved ? rotary : rotary / 2) / vec;
   if (places == 0) places = 1;  // nothing to rotate: only what is copied

@@ -46,8 +46,8 @@ constexpr RowPlan row_plan(int64_t width, int vec, bool clusters, int most) {
   return {RowKind::loop, 1, 1024, 1, 1};
 }
 
-// For gradients, where a thread also keeps fp32 sums of its columns over all rows of its block: 2 accesses a thread, and
-// small blocks, since registers are what limits how many are resident.
+// For gradients, where a thread also keeps fp32 sums of its columns over all rows of its block: 2 accesses a thread,
+// and small blocks, since registers are what limits how many are resident.
 constexpr RowPlan gradient_plan(int64_t width, int vec, bool clusters) {
   const int64_t accesses = (width + vec - 1) / vec;
   const auto split = [&](int64_t by) { return (accesses + by - 1) / by; };
@@ -62,8 +62,8 @@ constexpr RowPlan gradient_plan(int64_t width, int vec, bool clusters) {
   return {RowKind::loop, 1, 512, 1, 1};
 }
 
-// Blocks that an SM's 65,536 registers and 1,536 threads (sm_86, sm_89; others hold more) have room for; registers are handed
-// out in units of 256 a warp.
+// Blocks that an SM's 65,536 registers and 1,536 threads (sm_86, sm_89; others hold more) have room for; registers are
+// handed out in units of 256 a warp.
 constexpr int blocks_by_registers(int registers, int threads) {
   const int a_warp = (registers * 32 + 255) / 256 * 256;
   const int by_registers = 65536 / (a_warp * ((threads + 31) / 32));

@@ -123,8 +123,8 @@ __device__ __forceinline__ Packet<T> pack(const float (&value)[widest<T>]) {
   return out;
 }
 
-// The compiler forgets what it knew of packets: else it keeps their fp32 values from one use to the next, across a barrier,
-// and runs out of registers where the packets themselves have room.
+// The compiler forgets what it knew of packets: else it keeps their fp32 values from one use to the next, across a
+// barrier, and runs out of registers where the packets themselves have room.
 template <class T, int Items>
 __device__ __forceinline__ void keep_packed(Packet<T> (&packets)[Items]) {
 #pragma unroll

@@ -238,6 +238,11 @@ class Op:
         bound.apply_defaults()
         return tuple(bound.arguments[name] for name in self.arguments)
 
+    def positional(self, bound: Sequence[Any]) -> tuple[Any, ...]:
+        """Of all arguments in order, those that may be given without their names."""
+        kinds = (parameter.kind for parameter in self.signature.parameters.values())
+        return tuple(bound[: sum(kind is not inspect.Parameter.KEYWORD_ONLY for kind in kinds)])
+
     def _call(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Call a function that has this op's signature, keyword-only arguments by name."""
         positional, named = [], {}
@@ -554,8 +559,7 @@ def _needs_dispatcher(args: Iterable[Any]) -> bool:
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
     return any(
-        isinstance(x, Tensor)
-        and (type(x) not in (Tensor, torch.nn.Parameter) or x.device.type not in ("cpu", "cuda"))
+        isinstance(x, Tensor) and (type(x) not in (Tensor, torch.nn.Parameter) or x.device.type not in ("cpu", "cuda"))
         for x in args
     )
 

@@ -1,7 +1,6 @@
-// sum = x + residual, y = rms_norm(sum) over the last dimension.   x, residual [..., H] -> y, sum [..., H], weight [H] or none.
-// A warp, a block or a cluster of blocks owns a row, which stays in registers (norm.cuh). In place, y is written over x and
-// the sum over residual, each element by the thread that read it.
-// Bytes: 4 * numel * sizeof(T) + H * sizeof(weight). Backward is rms_norm_backward of the sum.
+// sum = x + residual, y = rms_norm(sum) over the last dimension.   x, residual [..., H] -> y, sum [..., H], weight [H] or none
+// A warp, a block or a cluster owns a row, held in registers (norm.cuh). In place each element is written by who read it.
+// Bytes: 4 numel sizeof(T) + H sizeof(weight). Backward is rms_norm_backward of the sum.
 // Numerics: the sum is rounded once, as it is returned, and y is the norm of that; else as rms_norm.
 #include <optional>
 #include <tuple>
@@ -19,7 +18,8 @@ void add_and_norm(const Context& context, const Tensor& x, const Tensor& residua
                   double eps, double weight_offset, bool exact_rounding, Out&& out) {
   const int64_t width = norm::width_of(x, "x");
   norm::must_be_like(residual, "residual", x, "x");
-  if (residual.dtype != x.dtype) wrong_type("residual", std::string(name_of(x.dtype)) + " like x", name_of(residual.dtype));
+  if (residual.dtype != x.dtype)
+    wrong_type("residual", std::string(name_of(x.dtype)) + " like x", name_of(residual.dtype));
   norm::must_fit(weight, "weight", width, "x");
   if (width > norm::widest_row) throw Refused{"size"};
 
@@ -64,8 +64,8 @@ void fused_add_rms_norm_(const Context& context, const Tensor& x /*[..., H], bec
                          const std::optional<Tensor>& weight /*[H]*/, double eps, double weight_offset,
                          bool exact_rounding) {
   add_and_norm(context, x, residual, weight, eps, weight_offset, exact_rounding, [&] {
-    const bool apart = is_apart(x) && is_apart(residual) && are_apart(x, residual) && (!weight || are_apart(x, *weight)) &&
-                       (!weight || are_apart(residual, *weight));
+    const bool apart = is_apart(x) && is_apart(residual) && are_apart(x, residual) &&
+                       (!weight || are_apart(x, *weight)) && (!weight || are_apart(residual, *weight));
     if (!apart) throw Refused{"aliasing"};
     return std::pair(x, residual);
   });

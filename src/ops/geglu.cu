@@ -1,8 +1,8 @@
-// y = gelu(gate) * up, element by element.   gate, up [..., I] or one x [..., 2 I] -> y [..., I].
+// y = gelu(gate) * up, element by element.   gate, up [..., I] or one x [..., 2 I] -> y [..., I]
 // A block owns a chunk of a row (gated.cuh), a thread 16 bytes of each tensor, twice.
-// Bytes: 3 * numel(y) * sizeof(T); backward, which computes gelu again instead of keeping it, 5 * numel(y) * sizeof(T).
-// Numerics: fp32 between the load and the store. "tanh" is x sigmoid(2 u), whose exp and division halves take from the special
-// function units; "none" is erff. exact_rounding: by expf, rounded to T before the product, as the eager chain does.
+// Bytes: 3 numel(y) sizeof(T); backward, which computes gelu again instead of keeping it, 5 numel(y) sizeof(T).
+// Numerics: fp32 inside. "tanh" is x sigmoid(2 u), for halves by the special function units; "none" is erff.
+// exact_rounding: torch's formula, rounded to T before the product, as the eager chain does.
 #include <string>
 #include <tuple>
 
@@ -23,9 +23,8 @@ auto by_form(const std::string& approximate, Body&& body) {
 
 Buffer geglu(const Context& context, const Tensor& gate /*[..., I]*/, const Tensor& up /*[..., I]*/,
              const std::string& approximate, bool exact_rounding) {
-  return by_form(approximate, [&]<template <bool> class Act>() {
-    return gated::forward<Act>(context, gate, up, exact_rounding);
-  });
+  return by_form(approximate,
+                 [&]<template <bool> class Act>() { return gated::forward<Act>(context, gate, up, exact_rounding); });
 }
 
 Buffer geglu_packed(const Context& context, const Tensor& x /*[..., 2 I]*/, const std::string& approximate,
@@ -38,9 +37,8 @@ Buffer geglu_packed(const Context& context, const Tensor& x /*[..., 2 I]*/, cons
 std::tuple<Buffer, Buffer> geglu_backward(const Context& context, const Tensor& grad /*[..., I]*/,
                                           const Tensor& gate /*[..., I]*/, const Tensor& up /*[..., I]*/,
                                           const std::string& approximate) {
-  return by_form(approximate, [&]<template <bool> class Act>() {
-    return gated::backward<Act>(context, grad, gate, up);
-  });
+  return by_form(approximate,
+                 [&]<template <bool> class Act>() { return gated::backward<Act>(context, grad, gate, up); });
 }
 
 Buffer geglu_packed_backward(const Context& context, const Tensor& grad /*[..., I]*/, const Tensor& x /*[..., 2 I]*/,

@@ -1,7 +1,6 @@
-// y = (x - mean) * rsqrt(var + eps) * weight + bias, over the last dimension.   x [..., H] -> y [..., H], weight, bias [H] or none.
-// A warp, a block or a cluster of blocks owns a row, which stays in registers (norm.cuh). Backward: dx, and dweight and dbias
-// in two steps: each team sums its rows, then the teams are added in a fixed order.
-// Bytes: 2 * numel * sizeof(T) + H * (sizeof(weight) + sizeof(bias)); backward 3 * numel * sizeof(T) and the teams' sums.
+// y = (x - mean) * rsqrt(var + eps) * weight + bias over the last dimension.   x [..., H] -> y [..., H], parameters [H] or none
+// A warp, a block or a cluster owns a row, held in registers (norm.cuh). Backward: dx; dweight, dbias by row, then by team.
+// Bytes: 2 numel sizeof(T) + H (sizeof(weight) + sizeof(bias)); backward 3 numel sizeof(T), and the sums of the teams.
 // Numerics: fp32 from the load to the one rounding at the store; the variance is a sum of squares about the mean.
 #include <optional>
 #include <tuple>

@@ -1,8 +1,7 @@
-// y = x * rsqrt(mean(x^2) + eps) * (weight + offset), over the last dimension.   x [..., H] -> y [..., H], weight [H] or none.
-// A warp, a block or a cluster of blocks owns a row, which stays in registers (norm.cuh). Backward: dx, and dweight in two
-// steps: each team sums its rows, then the teams are added in a fixed order.
-// Bytes: 2 * numel * sizeof(T) + H * sizeof(weight); backward 3 * numel * sizeof(T), 4 with `added`, and the teams' sums.
-// Numerics: everything between the load and the one rounding at the store is fp32, with exact_rounding two roundings.
+// y = x * rsqrt(mean(x^2) + eps) * (weight + offset) over the last dimension.   x [..., H] -> y [..., H], weight [H] or none
+// A warp, a block or a cluster owns a row, held in registers (norm.cuh). Backward: dx; dweight is summed by row, then by team.
+// Bytes: 2 numel sizeof(T) + H sizeof(weight); backward 3 numel sizeof(T), 4 with `added`, and the sums of the teams.
+// Numerics: fp32 from the load to the one rounding at the store, to two with exact_rounding; sums in a fixed order.
 #include <optional>
 #include <tuple>
 

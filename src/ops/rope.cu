@@ -1,8 +1,7 @@
-// (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), for each pair of a head.   q [(B,) T, Hq, D], k [(B,) T, Hk, D], tables [S, R/2].
-// A block owns a token, a thread one 16-byte place of a head (half layout: and its partner) in every so many heads, so that it
-// loads its part of cos and sin once. In place, each element is written by the thread that read it.
-// Bytes: 2 * (numel(q) + numel(k)) * sizeof(T), of which in place only the rotated part; tables once a token.
-// Numerics: fp32 between the load and the store. exact_rounding: both products are rounded to T before their sum.
+// (a, b) -> (a cos - b sin, b cos + a sin) for each pair.   q [(B,) T, Hq, D], k [(B,) T, Hk, D], tables [S, R / 2] or [S, R]
+// A block owns a token; a thread a place (16 bytes, half layout: and the partners) of every so many heads, and its cos and sin.
+// Bytes: 2 (numel(q) + numel(k)) sizeof(T), in place of the rotated part alone; the tables once a token.
+// Numerics: fp32 from the load to the store. exact_rounding: the products are rounded to T before their sum.
 #include <algorithm>
 #include <optional>
 #include <stdexcept>
@@ -71,8 +70,8 @@ template <class T>
 struct Rotation {
   Heads<T> q, k;
   Table<T> cos, sin;
-  const void* positions;  // [T] or [B, T], or null for the token's own number
-  bool wide_positions;    // int64, else int32
+  const void* positions;                   // [T] or [B, T], or null for the token's own number
+  bool wide_positions;                     // int64, else int32
   int64_t position_batch, position_token;  // strides
   int64_t table_rows;
   int64_t tokens;  // a batch
@@ -115,7 +114,8 @@ __device__ __forceinline__ void rotate(float& first, float& second, float cos, f
   }
 }
 
-// N elements of a head are a place. Half layout: place p < R/2/N and the one R/2 further on. Interleaved: the pairs of place p.
+// N elements of a head are a place. Half layout: place p < R/2/N and the one R/2 further on. Interleaved: the pairs of
+// place p.
 template <class T, int N, bool Interleaved>
 __global__ void __launch_bounds__(1024, 1) rotate_tokens(const Rotation<T> a, int places, int heads_at_once) {
   constexpr int pairs = Interleaved ? N / 2 : N;
@@ -187,7 +187,8 @@ struct Call {
 
 Call check(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
            const std::optional<Tensor>& positions, const std::optional<int64_t>& rotary_dim) {
-  if (q.rank != 3 && q.rank != 4) wrong_value("q", "shape [tokens, heads, D] or [batch, tokens, heads, D]", shape_of(q));
+  if (q.rank != 3 && q.rank != 4)
+    wrong_value("q", "shape [tokens, heads, D] or [batch, tokens, heads, D]", shape_of(q));
   if (k.rank != q.rank) wrong_value("k", std::to_string(q.rank) + " dimensions like q", shape_of(k));
   const int heads = q.rank - 2;
   for (int dim = 0; dim < q.rank; ++dim) {
@@ -218,7 +219,8 @@ Call check(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& si
       wrong_type("positions", "int32 or int64", name_of(positions->dtype));
     }
     const bool one = positions->rank == 1 && positions->shape[0] == tokens;
-    const bool each = q.rank == 4 && positions->rank == 2 && positions->shape[0] == batches && positions->shape[1] == tokens;
+    const bool each =
+        q.rank == 4 && positions->rank == 2 && positions->shape[0] == batches && positions->shape[1] == tokens;
     if (!one && !each) {
       std::string wanted("shape [");
       wanted.append(std::to_string(tokens)).append("]");
@@ -238,10 +240,14 @@ template <class T>
 Heads<T> heads_of(const Tensor& from, const Tensor& to) {
   const int last = from.rank - 1;
   const auto batch = [&](const Tensor& x) { return x.rank == 4 ? x.stride[0] : 0; };
-  return {from.as<const T>(),       to.as<T>(),
-          batch(from),              from.stride[last - 2],
-          from.stride[last - 1],    batch(to),
-          to.stride[last - 2],      to.stride[last - 1],
+  return {from.as<const T>(),
+          to.as<T>(),
+          batch(from),
+          from.stride[last - 2],
+          from.stride[last - 1],
+          batch(to),
+          to.stride[last - 2],
+          to.stride[last - 1],
           static_cast<int>(from.shape[last - 1])};
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,9 @@ class Candidate:
     wall_us: list[float] = field(default_factory=list)
     graph_us: list[float] = field(default_factory=list)
 
+    def answer(self, args: Sequence[Any]) -> Any:
+        return self.function(*args)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -54,7 +58,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def candidates(case: Case, op: Op, args: tuple[Any, ...], options: Options) -> tuple[list[Candidate], dict[str, str]]:
     """Who answers this case, and who does not, with why."""
     own = contract_of(op)
-    found = [Candidate("prequal", op.function, own, "prequal")]
+    ours = partial(op.function, **case.named) if case.named else op.function
+    found = [Candidate("prequal", ours, own, "prequal")]
     found += [Candidate(other.name, other.function, other.compare, other.kind) for other in case.others]
     absent: dict[str, str] = {}
     if case.compiled is not None and options.compile:
@@ -77,8 +82,9 @@ def measure(case: Case, device: Device, options: Options | None = None, say: Say
     """A row of evidence. Who is wrong or fails is named in it, and has no time."""
     options = options or Options()
     op = OPS[case.op]
-    args = tuple(op.bind(case.make(device.torch_device)))
-    cost = op.cost_of(args)
+    bound = op.bind(case.make(device.torch_device), case.named)
+    args = op.positional(bound)
+    cost = op.cost_of(bound)
     everybody, absent = candidates(case, op, args, options)
     row: dict[str, Any] = {"case": case.name, "op": op.name, "bytes": None, "flops": None, "by": {}}
     if cost is not None:
@@ -95,7 +101,7 @@ def measure(case: Case, device: Device, options: Options | None = None, say: Say
             row["by"][one.name] = _figures(one, cost, device, args)
             figures = row["by"][one.name]
             if one.kind == "prequal":
-                figures["path"] = _path(op, args)
+                figures["path"] = _path(op, args, case.named)
             noisy = ", noisy" if figures.get("noisy") else ""
             slow = "" if figures.get("path", "fast") == "fast" else f", by the {figures['path']}"
             say(f"  {one.name}: {figures['device_us']['median']:,.1f} us{noisy}{slow}")
@@ -106,11 +112,11 @@ def _those_who_are_right(
     case: Case, op: Op, args: tuple[Any, ...], everybody: Sequence[Candidate], row: dict[str, Any], say: Say
 ) -> list[Candidate]:
     few = case.reference_args(args)
-    want = op.outcome(lambda every: op._call(op.reference, every), few)
+    want = op.outcome(lambda every: op.reference(*every, **case.named), few)
     right = []
     for one in everybody:
         try:
-            got = case.compared(op.outcome(lambda every, one=one: one.function(*every), args))
+            got = case.compared(op.outcome(one.answer, args))
             wrong = one.compare(got, want, few)
         except Exception as error:  # a peer's failure, or ours: reported, never timed
             row.setdefault("failed", {})[one.name] = _short(error)
@@ -124,11 +130,11 @@ def _those_who_are_right(
     return right
 
 
-def _path(op: Op, args: tuple[Any, ...]) -> str:
+def _path(op: Op, args: tuple[Any, ...], named: Mapping[str, Any]) -> str:
     """Who answered as `prequal`: a benchmark that times the reference in its name must say so."""
     from prequal.api import explain
 
-    found = explain(op.name, *args)
+    found = explain(op.name, *args, **named)
     return "fast" if found.path == "fast" else f"reference: {found.reason}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,11 +13,10 @@ from prequal.registry import BadCall, Sample
 
 from ._rows import FLOATS, normal
 
-# (name, a function of a maker of normal tensors that gives tensors of one shape, as many as are asked for)
-SHAPES = (1, 7, 31, 128, 1000, 4095, 4097, 8192)
+WIDTHS = (1, 7, 31, 128, 1000, 4095, 4097, 8192)
 
 
-def apart_samples(device: torch.device, tensors: int, kwargs: dict[str, dict[str, Any]]) -> Iterator[Sample]:
+def apart_samples(device: torch.device, tensors: int, kwargs: Mapping[str, Mapping[str, Any]]) -> Iterator[Sample]:
     """Calls of so many tensors [..., I] of one shape."""
     x = normal(device)
 
@@ -27,12 +26,14 @@ def apart_samples(device: torch.device, tensors: int, kwargs: dict[str, dict[str
     yield Sample("quick", call(4, 128, dtype=torch.bfloat16))
     for dtype in FLOATS:
         name = c.short(dtype)
-        for width in SHAPES:
+        for width in WIDTHS:
             yield Sample(f"{name} width {width}", call(3, width, dtype=dtype))
         yield Sample(f"{name} one row", call(333, dtype=dtype))
         yield Sample(f"{name} three dimensions", call(2, 3, 96, dtype=dtype))
         yield Sample(f"{name} strided rows", tuple(y[::2, :96] for y in call(6, 160, dtype=dtype)))
-        yield Sample(f"{name} odd strided rows", tuple(y[:, i : 4097 + i] for i, y in enumerate(call(5, 4103, dtype=dtype))))
+        yield Sample(
+            f"{name} odd strided rows", tuple(y[:, i : 4097 + i] for i, y in enumerate(call(5, 4103, dtype=dtype)))
+        )
         packed = x(6, 2 * 72, dtype=dtype)
         others = call(6, 72, dtype=dtype)[: tensors - 2]
         yield Sample(f"{name} halves of one tensor", (*others, *packed.chunk(2, dim=-1)))
@@ -47,7 +48,7 @@ def apart_samples(device: torch.device, tensors: int, kwargs: dict[str, dict[str
     yield Sample("float64", call(3, 50, dtype=torch.float64))
 
 
-def packed_samples(device: torch.device, gradient: bool, kwargs: dict[str, dict[str, Any]]) -> Iterator[Sample]:
+def packed_samples(device: torch.device, gradient: bool, kwargs: Mapping[str, Mapping[str, Any]]) -> Iterator[Sample]:
     """Calls of x [..., 2 I], behind the gradient [..., I] where there is one."""
     x = normal(device)
 
@@ -59,15 +60,18 @@ def packed_samples(device: torch.device, gradient: bool, kwargs: dict[str, dict[
     for dtype in FLOATS:
         name = c.short(dtype)
         for layout, named in (("halves", {}), ("interleaved", {"interleaved": True})):
-            for width in SHAPES:
+            for width in WIDTHS:
                 yield Sample(f"{name} {layout}, width {width}", call(3, width, dtype=dtype), named)
             yield Sample(f"{name} {layout}, one row", call(333, dtype=dtype), named)
             yield Sample(f"{name} {layout}, three dimensions", call(2, 3, 96, dtype=dtype), named)
             strided = tuple(y[::2, 1:-1] for y in call(6, 161, dtype=dtype)[:-1])
             both = x(6, 320, dtype=dtype)[1::2, 1:-1]
             yield Sample(f"{name} {layout}, strided rows", (*strided, both), named)
-            yield Sample(f"{name} {layout}, transposed", tuple(y.mT for y in call(2, 64, 64, dtype=dtype)[:-1]) + (
-                x(2, 128, 64, dtype=dtype).mT,), named)
+            yield Sample(
+                f"{name} {layout}, transposed",
+                (*(y.mT for y in call(2, 64, 64, dtype=dtype)[:-1]), x(2, 128, 64, dtype=dtype).mT),
+                named,
+            )
             yield Sample(f"{name} {layout}, no rows", call(0, 64, dtype=dtype), named)
             yield Sample(f"{name} {layout}, no columns", call(4, 0, dtype=dtype), named)
             for what, more in kwargs.items():
@@ -164,6 +168,3 @@ def bad_packed(device: torch.device, lead: tuple[Any, ...] = ()) -> Iterator[Bad
     yield BadCall((*lead, x.long()), TypeError, r"x: expected a floating dtype, got int64")
     yield BadCall((*lead, x[:, :7]), ValueError, r"x: expected an even last dimension, gate and up, got \[2, 7\]")
     yield BadCall((*lead, x[0, 0]), ValueError, r"x: expected at least one dimension, got a 0-dimensional tensor")
-
-
-Reference = Callable[..., Tensor]

@@ -7,11 +7,8 @@ from prequal import constraints as c
 from prequal.registry import BadCall, Sample, op
 
 from ._rows import FLOATS, normal
-from .rms_norm import TOLERANCE
-from .rms_norm import WIDEST
+from .rms_norm import TOLERANCE, WIDEST, rms_norm, rms_norm_backward
 from .rms_norm import check as check_norm
-from .rms_norm import rms_norm
-from .rms_norm import rms_norm_backward
 
 
 def samples(device):

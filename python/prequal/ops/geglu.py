@@ -1,6 +1,7 @@
 """The gated activation of Gemma's MLP, gelu(gate) * up, and its gradient; gate and up apart or in one tensor."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from prequal.registry import BadCall, op
 from . import _gated as gated
 from ._rows import stored, wide_of
 
-EXACT = {
+EXACT: dict[str, dict[str, Any]] = {
     "exact rounding": {"exact_rounding": True},
     "erf": {"approximate": "none"},
     "erf, exact rounding": {"approximate": "none", "exact_rounding": True},
@@ -21,9 +22,10 @@ EXACT = {
 ERF = {"erf": {"approximate": "none"}}
 BETA, KAPPA = math.sqrt(2.0 / math.pi), 0.044715
 
-# Both paths compute gelu in fp32 and round once: fp32 1e-5 of the value; halves 1 ulp, 2^-7 and 2^-10 of the value, and one
-# more with exact_rounding, which rounds twice. 1 + erf (and with exact_rounding 1 + tanh) loses 2^-23 to cancellation where
-# gate is negative: 2^-23 * 0.5 * |gate| * |up|, 1e-6 at values of a few and 5e-5 at the samples' largest, 30 times those.
+# Both paths compute gelu in fp32 and round once: fp32 1e-5 of the value; halves 1 ulp, 2^-7 and 2^-10 of the value, and
+# one more with exact_rounding, which rounds twice. 1 + erf (and with exact_rounding 1 + tanh) loses 2^-23 to
+# cancellation where gate is negative: 2^-23 * 0.5 * |gate| * |up|, 1e-6 at values of a few and 5e-5 at the samples'
+# largest, 30 times those.
 TOLERANCE = Tolerance(
     {
         torch.float32: (1e-5, 5e-5),

@@ -8,8 +8,7 @@ from prequal.contracts import Tolerance
 from prequal.registry import BadCall, Sample, op
 
 from ._rows import FLOATS, normal, over_rows, stored, wide_of
-from .rms_norm import GRADIENT_TOLERANCE
-from .rms_norm import WIDEST
+from .rms_norm import GRADIENT_TOLERANCE, WIDEST
 from .rms_norm import check as check_norm
 
 
@@ -78,8 +77,8 @@ def gradient_samples(device):
 
 # As rms_norm, where the two paths' means differ by 2^-24 of the largest values summed: that is an absolute error of the
 # normalised value, 1e-6 at values near 1 (and 64 times that in the sample that lies 64 away from zero, whose halves are
-# rounded to 2^-2 and 2^-5 of their spread before either path sees them). The product with the weight and the sum with the
-# bias cancel at most what they add.
+# rounded to 2^-2 and 2^-5 of their spread before either path sees them). The product with the weight and the sum with
+# the bias cancel at most what they add.
 TOLERANCE = Tolerance(
     {
         torch.float32: (1e-5, 5e-5),

@@ -77,11 +77,11 @@ def gradient_samples(device):
     yield Sample("float64", call(3, 50, dtype=torch.float64, weight=torch.float64))
 
 
-# Both paths compute in fp32. Their fp32 values differ by the order of the sum (at most 30 sequential additions and a tree
-# of ten, halved by the square root: under 2e-6) and rsqrt's 2 ulp; that is the fp32 bound with a factor of 4 in hand. In a
-# half dtype two fp32 values that close round to the same or to neighbouring numbers: 1 ulp, which relative to the value is
-# 2^-7 for bf16 and 2^-10 for fp16, and twice that with exact_rounding, which rounds twice; below the normals of fp16, 2
-# steps of 2^-24.
+# Both paths compute in fp32. Their fp32 values differ by the order of the sum (at most 30 sequential additions and a
+# tree of ten, halved by the square root: under 2e-6) and rsqrt's 2 ulp; that is the fp32 bound with a factor of 4 in
+# hand. In a half dtype two fp32 values that close round to the same or to neighbouring numbers: 1 ulp, which relative
+# to the value is 2^-7 for bf16 and 2^-10 for fp16, and twice that with exact_rounding, which rounds twice; below the
+# normals of fp16, 2 steps of 2^-24.
 TOLERANCE = Tolerance(
     {
         torch.float32: (1e-5, 1e-7),
@@ -91,10 +91,10 @@ TOLERANCE = Tolerance(
     }
 )
 
-# dx is a difference of terms of the size of grad * rstd, and dweight a sum over M rows of terms near 1, so their errors do
-# not shrink with the result: of dx, some 2^-24 * 8 of a term, 1e-6 at terms near 1. Of dweight, each path rounds about
-# sqrt(M) terms' worth at each of some 40 + 30 sequential additions: 2^-24 * sqrt(16384) * 8 is 6e-5 at M = 16,384, and the
-# largest of thousands of columns lies some five times further out. Halves are rounded once more: 1 ulp.
+# dx is a difference of terms of the size of grad * rstd, and dweight a sum over M rows of terms near 1, so their errors
+# do not shrink with the result: of dx, some 2^-24 * 8 of a term, 1e-6 at terms near 1. Of dweight, each path rounds
+# about sqrt(M) terms' worth at each of some 40 + 30 sequential additions: 2^-24 * sqrt(16384) * 8 is 6e-5 at M =
+# 16,384, and the largest of thousands of columns lies some five times further out. Halves are rounded once more: 1 ulp.
 GRADIENT_TOLERANCE = Tolerance(
     {
         torch.float32: (1e-5, 5e-4),
@@ -228,7 +228,7 @@ def rms_norm_backward(
     weight_offset: float = 0.0,
     weight_grad: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of `rms_norm`, and with `added` of `fused_add_rms_norm`: from that of the result to x's and weight's.
+    """The gradient of `rms_norm`, and with `added` of `fused_add_rms_norm`: of x and weight from that of the result.
 
     Args:
         grad: [..., H], of the result, of x's dtype.

@@ -81,9 +81,9 @@ def samples(device):
     yield Sample("float64", call(3, dtype=torch.float64))
 
 
-# Both paths compute ``x1 cos - x2 sin`` in fp32, the kernel with one rounding fewer (a fused multiply-add): 2^-23 of the
-# larger product, an absolute error, since the difference may cancel: 1e-6 at values of a few. Then one rounding: 1 ulp of a
-# half. With exact_rounding both paths round alike, and have the same bits.
+# Both paths compute ``x1 cos - x2 sin`` in fp32, the kernel with one rounding fewer (a fused multiply-add): 2^-23 of
+# the larger product, an absolute error, since the difference may cancel: 1e-6 at values of a few. Then one rounding: 1
+# ulp of a half. With exact_rounding both paths round alike, and have the same bits.
 TOLERANCE = Tolerance(
     {
         torch.float32: (1e-6, 2e-6),

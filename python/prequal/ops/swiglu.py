@@ -13,9 +13,10 @@ from ._rows import stored, wide_of
 
 EXACT = {"exact rounding": {"exact_rounding": True}}
 
-# Both paths compute silu in fp32 to a few ulp (halves, by the special function units: to 2^-16 where |gate| is 80, where
-# silu is 1e-33) and round once: fp32 1e-5 of the value; halves 1 ulp, 2^-7 and 2^-10 of the value, and one more with
-# exact_rounding, which rounds twice. Where exp(-gate) passes 2^126 the fast division gives 0 for values below 1e-36 |up|.
+# Both paths compute silu in fp32 to a few ulp (halves, by the special function units: to 2^-16 where |gate| is 80,
+# where silu is 1e-33) and round once: fp32 1e-5 of the value; halves 1 ulp, 2^-7 and 2^-10 of the value, and one more
+# with exact_rounding, which rounds twice. Where exp(-gate) passes 2^126 the fast division gives 0 for values below
+# 1e-36 |up|.
 TOLERANCE = Tolerance(
     {
         torch.float32: (1e-5, 1e-30),
