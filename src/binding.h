@@ -120,6 +120,22 @@ struct FromPython<int64_t> {
 };
 
 template <>
+struct FromPython<std::optional<int64_t>> {
+  static std::optional<int64_t> convert(nb::handle object, const char* argument, const Call& call) {
+    if (object.is_none()) return std::nullopt;
+    return FromPython<int64_t>::convert(object, argument, call);
+  }
+};
+
+template <>
+struct FromPython<std::string> {
+  static std::string convert(nb::handle object, const char* argument, const Call&) {
+    if (!PyUnicode_Check(object.ptr())) wrong_type(argument, "a str", python_type(object));
+    return nb::cast<std::string>(object);
+  }
+};
+
+template <>
 struct FromPython<double> {
   static double convert(nb::handle object, const char* argument, const Call&) {
     if (PyBool_Check(object.ptr())) wrong_type(argument, "a float", "bool");
@@ -188,7 +204,13 @@ nb::object run(OpState& op, const std::array<const char*, sizeof...(A)>& argumen
 
     DeviceGuard guard(device);
     const Context context{device, current_stream(device), allocator()};
-    nb::object out = to_python(launcher(context, std::get<I>(arguments)...));
+    nb::object out;
+    if constexpr (std::is_void_v<R>) {  // it writes into its arguments
+      launcher(context, std::get<I>(arguments)...);
+      out = nb::none();
+    } else {
+      out = to_python(launcher(context, std::get<I>(arguments)...));
+    }
     if (admission != Admission::trial) count_served(op, device);
     return out;
   } catch (const Detour& detour) {

@@ -82,7 +82,27 @@ int preload(int device) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  def<ops::rms_norm>(m, "rms_norm", {"x", "weight", "eps"});
+  def<ops::rms_norm>(m, "rms_norm", {"x", "weight", "eps", "weight_offset", "exact_rounding"});
+  def<ops::rms_norm_backward>(m, "rms_norm_backward",
+                              {"grad", "x", "weight", "eps", "added", "weight_offset", "weight_grad"});
+  def<ops::fused_add_rms_norm>(m, "fused_add_rms_norm",
+                               {"x", "residual", "weight", "eps", "weight_offset", "exact_rounding"});
+  def<ops::fused_add_rms_norm_>(m, "fused_add_rms_norm_",
+                                {"x", "residual", "weight", "eps", "weight_offset", "exact_rounding"});
+  def<ops::layer_norm>(m, "layer_norm", {"x", "weight", "bias", "eps"});
+  def<ops::layer_norm_backward>(m, "layer_norm_backward", {"grad", "x", "weight", "eps", "weight_grad", "bias_grad"});
+  def<ops::swiglu>(m, "swiglu", {"gate", "up", "exact_rounding"});
+  def<ops::swiglu_packed>(m, "swiglu_packed", {"x", "interleaved", "exact_rounding"});
+  def<ops::swiglu_backward>(m, "swiglu_backward", {"grad", "gate", "up"});
+  def<ops::swiglu_packed_backward>(m, "swiglu_packed_backward", {"grad", "x", "interleaved"});
+  def<ops::geglu>(m, "geglu", {"gate", "up", "approximate", "exact_rounding"});
+  def<ops::geglu_packed>(m, "geglu_packed", {"x", "approximate", "interleaved", "exact_rounding"});
+  def<ops::geglu_backward>(m, "geglu_backward", {"grad", "gate", "up", "approximate"});
+  def<ops::geglu_packed_backward>(m, "geglu_packed_backward", {"grad", "x", "approximate", "interleaved"});
+  def<ops::rope>(m, "rope",
+                 {"q", "k", "cos", "sin", "positions", "interleaved", "rotary_dim", "inverse", "exact_rounding"});
+  def<ops::rope_>(m, "rope_",
+                  {"q", "k", "cos", "sin", "positions", "interleaved", "rotary_dim", "inverse", "exact_rounding"});
   def<ops::knn>(m, "knn", {"queries", "references", "k", "query_ptr", "reference_ptr", "radius", "index"});
   def<ops::radius>(m, "radius", {"queries", "references", "r", "max_neighbors", "query_ptr", "reference_ptr", "index"});
   def<ops::knn_index>(m, "knn_index", {"references", "reference_ptr"});

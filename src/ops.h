@@ -3,6 +3,7 @@
 #pragma once
 
 #include <optional>
+#include <string>
 #include <tuple>
 
 #include "prequal/tensor.h"
@@ -10,7 +11,49 @@
 namespace prequal::ops {
 
 // src/ops/rms_norm.cu
-Buffer rms_norm(const Context&, const Tensor& x, const std::optional<Tensor>& weight, double eps);
+Buffer rms_norm(const Context&, const Tensor& x, const std::optional<Tensor>& weight, double eps, double weight_offset,
+                bool exact_rounding);
+std::tuple<Buffer, Buffer> rms_norm_backward(const Context&, const Tensor& grad, const Tensor& x,
+                                             const std::optional<Tensor>& weight, double eps,
+                                             const std::optional<Tensor>& added, double weight_offset,
+                                             bool weight_grad);
+
+// src/ops/fused_add_rms_norm.cu
+std::tuple<Buffer, Buffer> fused_add_rms_norm(const Context&, const Tensor& x, const Tensor& residual,
+                                              const std::optional<Tensor>& weight, double eps, double weight_offset,
+                                              bool exact_rounding);
+void fused_add_rms_norm_(const Context&, const Tensor& x, const Tensor& residual, const std::optional<Tensor>& weight,
+                         double eps, double weight_offset, bool exact_rounding);
+
+// src/ops/layer_norm.cu
+Buffer layer_norm(const Context&, const Tensor& x, const std::optional<Tensor>& weight,
+                  const std::optional<Tensor>& bias, double eps);
+std::tuple<Buffer, Buffer, Buffer> layer_norm_backward(const Context&, const Tensor& grad, const Tensor& x,
+                                                       const std::optional<Tensor>& weight, double eps,
+                                                       bool weight_grad, bool bias_grad);
+
+// src/ops/swiglu.cu
+Buffer swiglu(const Context&, const Tensor& gate, const Tensor& up, bool exact_rounding);
+Buffer swiglu_packed(const Context&, const Tensor& x, bool interleaved, bool exact_rounding);
+std::tuple<Buffer, Buffer> swiglu_backward(const Context&, const Tensor& grad, const Tensor& gate, const Tensor& up);
+Buffer swiglu_packed_backward(const Context&, const Tensor& grad, const Tensor& x, bool interleaved);
+
+// src/ops/geglu.cu
+Buffer geglu(const Context&, const Tensor& gate, const Tensor& up, const std::string& approximate, bool exact_rounding);
+Buffer geglu_packed(const Context&, const Tensor& x, const std::string& approximate, bool interleaved,
+                    bool exact_rounding);
+std::tuple<Buffer, Buffer> geglu_backward(const Context&, const Tensor& grad, const Tensor& gate, const Tensor& up,
+                                          const std::string& approximate);
+Buffer geglu_packed_backward(const Context&, const Tensor& grad, const Tensor& x, const std::string& approximate,
+                             bool interleaved);
+
+// src/ops/rope.cu
+std::tuple<Buffer, Buffer> rope(const Context&, const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
+                                const std::optional<Tensor>& positions, bool interleaved,
+                                const std::optional<int64_t>& rotary_dim, bool inverse, bool exact_rounding);
+void rope_(const Context&, const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
+           const std::optional<Tensor>& positions, bool interleaved, const std::optional<int64_t>& rotary_dim,
+           bool inverse, bool exact_rounding);
 
 // src/ops/knn.cu
 std::tuple<Buffer, Buffer> knn(const Context&, const Tensor& queries, const Tensor& references, int64_t k,

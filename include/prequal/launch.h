@@ -4,12 +4,14 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <string>
 #include <vector>
 
 #include "prequal/error.h"
+#include "prequal/row_plan.h"
 #include "prequal/tensor.h"
 
 namespace prequal {
@@ -64,6 +66,69 @@ void launch(const Context& context, dim3 grid, dim3 block, Args... args) {
   void* pointers[] = {const_cast<void*>(static_cast<const void*>(&args))...};
   const auto stream = static_cast<cudaStream_t>(context.stream);
   check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, block, pointers, 0, stream), "launch");
+}
+
+// As launch, `blocks` neighbours of the grid at a time on one GPC, so that they reach each other's shared memory.
+template <auto kernel, class... Args>
+void launch_clusters(const Context& context, int blocks, dim3 grid, dim3 block, Args... args) {
+  (void)Registered<kernel>::done;
+  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&args))...};
+  cudaLaunchAttribute together{};
+  together.id = cudaLaunchAttributeClusterDimension;
+  together.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = static_cast<cudaStream_t>(context.stream);
+  config.attrs = &together;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers), "launch");
+}
+
+// A figure that does not change while the process lives, asked for once a device. `Key` tells the figures apart.
+template <class Key, class Ask>
+int remembered(int device, Ask&& ask) {
+  static std::array<std::atomic<int>, 64> known{};  // 0: not asked yet; else one more than the answer
+  auto& place = known.at(static_cast<size_t>(device));
+  if (const int found = place.load(std::memory_order_relaxed)) return found - 1;
+  const int answer = ask();
+  place.store(answer + 1, std::memory_order_relaxed);
+  return answer;
+}
+
+inline int multiprocessors(const Context& context) {
+  struct Key;
+  return remembered<Key>(context.device, [&] {
+    int count = 0;
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, context.device), "device attribute");
+    return count;
+  });
+}
+
+// Clusters need sm_90 and code made for it: code of an older architecture on a newer GPU, as test builds have it, has
+// none.
+template <auto kernel>
+bool has_clusters(const Context& context) {
+  struct Key;
+  (void)Registered<kernel>::done;
+  return remembered<Key>(context.device, [] {
+           cudaFuncAttributes attributes;
+           check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)), "function attributes");
+           return std::min(attributes.ptxVersion, attributes.binaryVersion) >= 90 ? 1 : 0;
+         }) != 0;
+}
+
+// How many blocks of this kernel the device holds at a time.
+template <auto kernel>
+int64_t resident_blocks(const Context& context, int threads) {
+  struct Key;
+  (void)Registered<kernel>::done;
+  const int registers = remembered<Key>(context.device, [] {
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)), "function attributes");
+    return attributes.numRegs;
+  });
+  return static_cast<int64_t>(multiprocessors(context)) * blocks_by_registers(registers, threads);
 }
 
 }  // namespace prequal

@@ -39,7 +39,7 @@ def dtype_in(argument: str, *dtypes: torch.dtype) -> Need:
 
 
 def dtype_of_or(argument: str, other: str, *dtypes: torch.dtype) -> Need:
-    text = f"{argument} of the dtype of {other} or {', '.join(short(dtype) for dtype in dtypes)}"
+    text = f"{argument} of the dtype of {other}" + "".join(f" or {short(dtype)}" for dtype in dtypes)
     return Need(
         "dtype",
         text,
@@ -81,10 +81,67 @@ def one_row_stride(argument: str) -> Need:
 
     def holds(args: Arguments) -> bool:
         x = args[argument]
+        if x is None:
+            return True
         rows = [(n, s) for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n != 1]
         return 0 in x.shape or all(s == n2 * s2 for (_, s), (n2, s2) in itertools.pairwise(rows))
 
     return Need("rows", f"one stride over all rows of {argument}", holds)
+
+
+def apart(*written: str, read: Sequence[str] = ()) -> Need:
+    """What is written shares no memory with itself or anything else, as far as strides can prove it."""
+
+    def holds(args: Arguments) -> bool:
+        others = [args[name] for name in read if args[name] is not None]
+        tensors = [args[name] for name in written]
+        return all(_is_apart(x) for x in tensors) and all(
+            _are_apart(x, y) for i, x in enumerate(tensors) for y in (*tensors[i + 1 :], *others)
+        )
+
+    return Need("aliasing", f"{' and '.join(written)} in memory of their own", holds)
+
+
+def _is_apart(x: Tensor) -> bool:
+    if x.numel() == 0:
+        return True
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride <= reach:
+            return False
+        reach += (size - 1) * stride
+    return True
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    return (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * itemsize
+
+
+def _are_apart(a: Tensor, b: Tensor) -> bool:
+    """Two extents, or two slices beside each other in the rows of one packed tensor: overlap.h says the same."""
+    if a.numel() == 0 or b.numel() == 0:
+        return True
+    if a.device.type == "meta" or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return True
+    size = a.element_size()
+    apart = b.data_ptr() - a.data_ptr()
+    if apart >= _extent(a.shape, a.stride(), size) or -apart >= _extent(b.shape, b.stride(), b.element_size()):
+        return True
+    if a.dim() != b.dim() or size != b.element_size():
+        return False
+    outer = 0
+    walks = [[s if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True)] for x in (a, b)]
+    while outer < a.dim() and a.shape[outer] == b.shape[outer] and walks[0][outer] == walks[1][outer]:
+        outer += 1
+    for dims in range(outer, 0, -1):
+        steps = [s for s in walks[0][:dims] if s]
+        if not steps or any(s % min(steps) for s in steps):
+            continue
+        step = min(steps) * size
+        mine, theirs = (_extent(x.shape[dims:], x.stride()[dims:], size) for x in (a, b))
+        if abs(apart) < step and mine <= apart % step <= step - theirs:
+            return True
+    return False
 
 
 # ---- arguments ---------------------------------------------------------------------------------------------------
@@ -117,6 +174,21 @@ def has_shape(argument: str, x: Tensor, shape: Sequence[int | str], note: str = 
     if not fits or any(isinstance(w, int) and x.shape[i] != w for i, w in enumerate(wanted)):
         text = ", ".join(str(w) for w in shape)
         raise ValueError(f"{argument}: expected shape [{text}]{note}, got {list(x.shape)}")
+
+
+def same_shape(argument: str, x: Tensor, other: str, y: Tensor) -> None:
+    if x.shape != y.shape:
+        raise ValueError(f"{argument}: expected the shape {list(y.shape)} of {other}, got {list(x.shape)}")
+
+
+def same_dtype(argument: str, x: Tensor, other: str, y: Tensor) -> None:
+    if x.dtype != y.dtype:
+        raise TypeError(f"{argument}: expected {short(y.dtype)} like {other}, got {short(x.dtype)}")
+
+
+def is_bool(argument: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{argument}: expected a bool, got {type(value).__name__}")
 
 
 def is_floating(argument: str, x: Tensor) -> None:

@@ -1,8 +1,9 @@
 """One op, declared once: the PyTorch reference is the schema, the fake, the fallback, the oracle and the documentation.
 
-`@op(...)` on the reference makes the public function. In plain eager it calls the native launcher straight; under
-torch.compile, autograd, functorch, a TorchDispatchMode or with a tensor subclass it goes through torch.ops.prequal.
-Whatever the native side does not answer is answered by the reference, counted, with its reason.
+`@op(...)` on the reference makes the public function. In plain eager it calls the native launcher straight, where
+gradients are recorded inside an autograd.Function; under torch.compile, functorch, a TorchDispatchMode or with a tensor
+subclass it goes through torch.ops.prequal. Whatever the native side does not answer is answered by the reference,
+counted, with its reason.
 """
 
 from __future__ import annotations
@@ -75,8 +76,21 @@ class OpFunction(Protocol):
         """Declare shapes and dtypes of the outputs where tracing the reference would not tell them."""
         ...
 
-    def backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Declare the gradient, `function(saved_arguments, outputs, *grads) -> {argument: grad}`."""
+    def backward(
+        self,
+        function: Callable[..., Any] | None = None,
+        *,
+        of: Sequence[str] | None = None,
+        saves: Sequence[str] | None = None,
+        keeps: Sequence[int] | None = None,
+    ) -> Callable[..., Any]:
+        """Declare the gradient, `function(saved, kept, *grads) -> {argument: grad}`.
+
+        `saved` holds arguments by name, and in `saved.wanted` the names whose gradients are asked for; `kept` is a
+        list of outputs. Alone or with keywords: `of`, the arguments that it answers for (where another one asks, the
+        reference is differentiated; default: all); `saves`, the tensors that it needs (default: all); `keeps`, the
+        numbers of the outputs that it needs (default: those that are integers).
+        """
         ...
 
     def bad_calls(self, function: Callable[[torch.device], Iterable[BadCall]]) -> Any:
@@ -92,13 +106,32 @@ class OpFunction(Protocol):
         ...
 
 
+class Saved(dict[str, Any]):
+    """Arguments of a call whose gradient is computed, by name."""
+
+    wanted: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A declared gradient: see `OpFunction.backward`."""
+
+    formula: Callable[..., Mapping[str, Any]]
+    of: frozenset[str]
+    saves: frozenset[str]
+    keeps: frozenset[int] | None
+
+
 def op(
-    *, samples: Callable[[torch.device], Iterable[Sample]], contract: Contract
+    *, samples: Callable[[torch.device], Iterable[Sample]], contract: Contract, mutates: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], OpFunction]:
-    """Declare an op. The first sample is the quick case: small, and run at first use where no evidence covers a GPU."""
+    """Declare an op. The first sample is the quick case: small, and run at first use where no evidence covers a GPU.
+
+    mutates: the arguments that it writes into. Such an op returns None and has no gradient: recording one raises.
+    """
 
     def declare(reference: Callable[..., Any]) -> OpFunction:
-        return Op(reference, samples, contract).function
+        return Op(reference, samples, contract, tuple(mutates)).function
 
     return declare
 
@@ -111,8 +144,10 @@ class Op:
         reference: Callable[..., Any],
         samples: Callable[[torch.device], Iterable[Sample]],
         contract: Contract,
+        mutates: tuple[str, ...] = (),
     ) -> None:
         self.reference = reference
+        self.mutates = mutates
         self.name = reference.__name__
         self.basename = reference.__module__.rpartition(".")[2]
         self.samples = samples
@@ -127,8 +162,8 @@ class Op:
         self.needs: tuple[Need, ...] = ()
         self.has_kernel = False
         self._checks: Callable[..., None] = lambda *args: None
-        self._fake: Callable[..., Any] = reference
-        self._backward: Callable[..., Any] | None = None
+        self._fake: Callable[..., Any] = (lambda *args, **kwargs: None) if mutates else reference
+        self._gradient: Gradient | None = None
         self._bad_calls: Callable[[torch.device], Iterable[BadCall]] = lambda device: ()
         self._cost: Callable[..., Cost] | None = None
 
@@ -146,9 +181,24 @@ class Op:
         self._fake = function
         return function
 
-    def backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        self._backward = function
-        return function
+    def backward(
+        self,
+        function: Callable[..., Any] | None = None,
+        *,
+        of: Sequence[str] | None = None,
+        saves: Sequence[str] | None = None,
+        keeps: Sequence[int] | None = None,
+    ) -> Callable[..., Any]:
+        def declare(formula: Callable[..., Any]) -> Callable[..., Any]:
+            self._gradient = Gradient(
+                formula,
+                frozenset(self.arguments if of is None else of),
+                frozenset(self.arguments if saves is None else saves),
+                None if keeps is None else frozenset(keeps),
+            )
+            return formula
+
+        return declare if function is None else declare(function)
 
     def bad_calls(self, function: Callable[[torch.device], Iterable[BadCall]]) -> Any:
         self._bad_calls = function
@@ -174,14 +224,20 @@ class Op:
     # ---- torch.library --------------------------------------------------------------------------------------------
 
     def _register(self) -> None:
-        self.schema = torch.library.infer_schema(self.reference, mutates_args=()).replace("*, ", "")
+        # torch gives keyword-only tensors neither autograd nor vmap: in the schema every argument has a place
+        schema = torch.library.infer_schema(self.reference, mutates_args=self.mutates)
+        self.schema = schema.replace("*, ", "")
         qualified = f"{NAMESPACE}::{self.name}"
         LIBRARY.define(f"{self.name}{self.schema}")
         LIBRARY.impl(self.name, self._dispatched, "CompositeExplicitAutograd")
         torch.library.register_fake(qualified, self._traced, lib=LIBRARY)
-        torch.library.register_autograd(qualified, self._vjp, setup_context=self._save, lib=LIBRARY)
+        if self.mutates:
+            LIBRARY.impl(self.name, self._refuse_grad, "Autograd", with_keyset=True)
+        else:
+            torch.library.register_autograd(qualified, self._vjp, setup_context=self._save, lib=LIBRARY)
         torch.library.register_vmap(qualified, self._vmapped, lib=LIBRARY)
         self.packet = getattr(getattr(torch.ops, NAMESPACE), self.name)
+        self._recorded = self._make_recorded()
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
         """All arguments in the order of the signature, defaults filled in. Keyword-only ones may come by position."""
@@ -195,13 +251,13 @@ class Op:
         return function(*positional, **named)
 
     def passed(self, args: Sequence[Any], *, defaults: bool = True) -> tuple[list[Any], dict[str, Any]]:
-        """Bound arguments as a caller passes them: by position, and the keyword-only ones by name. Without `defaults`,
-        keyword-only ones that are None by default and by value are left out."""
+        """Bound arguments as a caller passes them: by position, and the keyword-only ones by name; without `defaults`,
+        only those of them that say more than their default."""
         positional, named = [], {}
         for value, (name, parameter) in zip(args, self.signature.parameters.items(), strict=True):
             if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
                 positional.append(value)
-            elif defaults or value is not None or parameter.default is not None:
+            elif defaults or isinstance(value, Tensor) or value != parameter.default:
                 named[name] = value
         return positional, named
 
@@ -216,18 +272,25 @@ class Op:
         self.validate(bound)
         return self._call(self._fake, bound)
 
-    def _vmapped(self, info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
+    def _vmapped(self, info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Under torch.vmap: one call an element, each by the fast path where it can, then stacked."""
+        shared = [n for n, dim in zip(self.arguments, in_dims, strict=False) if n in self.mutates and dim is None]
+        if shared:
+            raise ValueError(f"{self.name}: every element of the batch would write into the one {shared[0]}")
 
         def element(i: int) -> Any:
-            return self.packet(*(x if dim is None else x.select(dim, i) for x, dim in _pairs(args, in_dims)))
+            return self.packet(*(x if dim is None else x.select(dim, i) for x, dim in _pairs(args, in_dims)), **kwargs)
 
+        if self.mutates:
+            for i in range(info.batch_size):
+                element(i)
+            return None, None
         if info.batch_size == 0:  # what one element would give says the shape
             one = [
                 x if d is None else x.new_zeros([n for i, n in enumerate(x.shape) if i != d])
                 for x, d in _pairs(args, in_dims)
             ]
-            outputs = self.packet(*one)
+            outputs = self.packet(*one, **kwargs)
             if isinstance(outputs, Tensor):
                 return outputs.new_empty((0, *outputs.shape)), 0
             return tuple(x.new_empty((0, *x.shape)) for x in outputs), tuple(0 for _ in outputs)
@@ -236,42 +299,75 @@ class Op:
             return torch.stack(each), 0
         return tuple(torch.stack(column) for column in zip(*each, strict=True)), tuple(0 for _ in each[0])
 
-    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    # ---- gradients ------------------------------------------------------------------------------------------------
+
+    def _make_recorded(self) -> Any:
+        """The call with its gradient, without the dispatcher: torch.library's road to the same costs several times
+        a small kernel."""
+
+        def forward(ctx: Any, *args: Any) -> Any:
+            out = self._call(self.function, args)  # no gradients are recorded in here
+            self._save(ctx, args, out)
+            return out
+
+        body = {"forward": staticmethod(forward), "backward": staticmethod(self._vjp)}
+        return type(self.name, (torch.autograd.Function,), body)
+
+    def _refuse_grad(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            raise RuntimeError(self._no_gradient())
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.packet.default.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+    def _no_gradient(self) -> str:
+        return (
+            f"{self.name}: writes into {' and '.join(self.mutates)} and has no gradient; "
+            f"call {self.name.rstrip('_')}, or this under torch.no_grad()"
+        )
+
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Any = None) -> None:
         outputs = (output,) if isinstance(output, Tensor) else tuple(output)
-        ctx.places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
-        ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
-        # integer outputs (indices) are what a gradient formula needs; the values can be made again
-        kept = [value for value in outputs if not value.is_floating_point()] if self._backward else []
         ctx.mark_non_differentiable(*(value for value in outputs if not value.is_floating_point()))
-        ctx.save_for_backward(*(inputs[i] for i in ctx.places), *kept)
+        named = dict(zip(self.arguments, inputs, strict=False)) | dict(keyword_only_inputs or {})
+        tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+        asking = {name for name, asks in zip(self.arguments, ctx.needs_input_grad, strict=False) if asks}
+        kept: Sequence[Tensor] = ()
+        ctx.gradient = gradient = self._gradient
+        if gradient is not None and asking & tensors.keys() <= gradient.of:
+            tensors = {name: value for name, value in tensors.items() if name in gradient.saves}
+            kept = [
+                value
+                for i, value in enumerate(outputs)
+                if (not value.is_floating_point() if gradient.keeps is None else i in gradient.keeps)
+            ]
+        else:
+            ctx.gradient = None
+        ctx.inputs = len(inputs)
+        ctx.saved_names = tuple(tensors)
+        ctx.plain = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
+        ctx.save_for_backward(*tensors.values(), *kept)
 
     def _vjp(self, ctx: Any, *grads: Any) -> Any:
         """Gradients of the floating tensor arguments: the declared formula, or the reference differentiated again."""
-        saved = ctx.saved_tensors
-        tensors, kept = saved[: len(ctx.places)], saved[len(ctx.places) :]
-        values = list(ctx.others)
-        for place, tensor in zip(ctx.places, tensors, strict=True):
-            values[place] = tensor
-        wanted = [i for i in ctx.places if ctx.needs_input_grad[i] and values[i].is_floating_point()]
-        result: list[Tensor | None] = [None] * len(values)
+        tensors = ctx.saved_tensors
+        saved = Saved({**ctx.plain, **dict(zip(ctx.saved_names, tensors, strict=False))})
+        kept = tensors[len(ctx.saved_names) :]
+        wanted = [name for name, asks in zip(self.arguments, ctx.needs_input_grad, strict=False) if asks]
 
-        if self._backward is not None:
-            named = dict(zip(self.arguments, values, strict=True))
-            found = self._backward(named, kept, *grads)
-            for i in wanted:
-                result[i] = found.get(self.arguments[i])
-            return tuple(result)
+        found: Mapping[str, Any]
+        if ctx.gradient is not None:
+            saved.wanted = frozenset(wanted)
+            found = ctx.gradient.formula(saved, kept, *(_spread(grad) for grad in grads))
+        else:
+            wanted = [name for name in wanted if saved[name].is_floating_point()]
 
-        def reference(*primals: Tensor) -> Any:
-            args = list(values)
-            for i, primal in zip(wanted, primals, strict=True):
-                args[i] = primal
-            return self._call(self.reference, args)
+            def reference(*primals: Tensor) -> Any:
+                named = {**saved, **dict(zip(wanted, primals, strict=True))}
+                return self._call(self.reference, [named[name] for name in self.arguments])
 
-        pull_back = torch.func.vjp(reference, *(values[i] for i in wanted))[1]
-        for i, grad in zip(wanted, pull_back(grads[0] if len(grads) == 1 else grads), strict=True):
-            result[i] = grad
-        return tuple(result)
+            pull_back = torch.func.vjp(reference, *(saved[name] for name in wanted))[1]
+            found = dict(zip(wanted, pull_back(grads[0] if len(grads) == 1 else grads), strict=True))
+        return tuple(found.get(name) if name in wanted else None for name in self.arguments[: ctx.inputs])
 
     # ---- the public function --------------------------------------------------------------------------------------
 
@@ -288,6 +384,7 @@ class Op:
             "native": state.absent,
             "elsewhere": self._elsewhere,
             "failed": self._failed,
+            "written": torch.autograd.graph.increment_version,
         }
         keyword_only = False
         for name, parameter in self.signature.parameters.items():
@@ -310,8 +407,10 @@ class Op:
             f"        raise\n"
             f"    if out is NotImplemented:\n"
             f"        return elsewhere({', '.join(in_order)})\n"
-            f"    return out\n"
         )
+        if self.mutates:  # autograd must learn of it, or a value saved for some gradient has changed without a word
+            source += f"    written(({', '.join(self.mutates)},))\n"
+        source += "    return out\n"
         exec(compile(source, f"<prequal.{self.name}>", "exec"), self._globals)  # as dataclasses do
         function = self._globals[self.name]
         function.__doc__ = self.reference.__doc__
@@ -327,10 +426,16 @@ class Op:
         if not self.has_kernel:
             return self.fall_back(args, unsupported("kernel"))
         why = state.why()
-        if why in _OTHER_ROADS and _is_transformed(args):
-            return self.fall_back(args, unsupported("transform"))
-        if why in _OTHER_ROADS and _needs_dispatcher(args):
-            return self._call(self.packet, args)
+        if why in _OTHER_ROADS:
+            if _is_transformed(args):
+                return self.fall_back(args, unsupported("transform"))
+            if _needs_dispatcher(args):
+                return self._call(self.packet, args)
+            if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+                if not self.mutates:
+                    return self._recorded.apply(*args)
+                self.validate(args)
+                raise RuntimeError(self._no_gradient())
         if why in _OTHER_ROADS or why in ("gate", "cpu"):
             return self.answer(args)
         return self.fall_back(args, unsupported(why))
@@ -356,6 +461,8 @@ class Op:
             raise
         if out is NotImplemented:
             return self.fall_back(args, unsupported(state.why()))
+        if self.mutates:
+            torch.autograd.graph.increment_version(args[self.arguments.index(name)] for name in self.mutates)
         return out
 
     def _failed(self, *args: Any) -> None:
@@ -390,10 +497,21 @@ class Op:
     def compare_paths(self, sample: Sample) -> Mismatch | str | None:
         """Both paths on one sample: the worst breach of the contract, the need that refused it, or None."""
         args = self.bind(sample.args, sample.kwargs)
-        got = state.admitted(self.name, args, trial=True)
+        got = self.outcome(lambda every: state.admitted(self.name, every, trial=True), args)
         if got is NotImplemented:
             return unsupported(state.why())
-        return self.contract.compare(got, self._call(self.reference, args))
+        return self.contract.compare(got, self.outcome(lambda every: self._call(self.reference, every), args))
+
+    def outcome(self, call: Callable[[Sequence[Any]], Any], args: Sequence[Any]) -> Any:
+        """What `call(args)` answers; of an op that writes into arguments, these as it leaves them. `args` stay."""
+        if not self.mutates:
+            return call(args)
+        places = [self.arguments.index(name) for name in self.mutates]
+        every = list(args)
+        for place, copy in zip(places, _copies([args[place] for place in places]), strict=True):
+            every[place] = copy
+        out = call(every)
+        return out if out is NotImplemented else tuple(every[place] for place in places)
 
     def quick_case(self, device: int) -> str | None:
         """The first sample on both paths, on a side stream; the comparator's sentence, or None."""
@@ -405,6 +523,25 @@ class Op:
             found = self.compare_paths(sample)
             runner.finish(device)
         return None if found is None else f"{sample.name}: {found}"
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """With the same strides and offsets; what shared memory shares memory."""
+    storages: dict[int, Any] = {}
+    copies = []
+    for x in tensors:
+        memory = x.untyped_storage()
+        copy = storages.setdefault(memory.data_ptr(), memory.clone())
+        made = torch.empty(0, dtype=x.dtype, device=x.device)
+        copies.append(made.set_(copy, x.storage_offset(), x.shape, x.stride()))
+    return copies
+
+
+def _spread(grad: Tensor) -> Tensor:
+    """A gradient that is one value in many places, as that of a sum is, as values: a kernel walks rows."""
+    if any(stride == 0 and size > 1 for stride, size in zip(grad.stride(), grad.shape, strict=True)):
+        return grad.contiguous()
+    return grad
 
 
 def _pairs(args: Sequence[Any], in_dims: Sequence[int | None]) -> Iterable[tuple[Any, int | None]]:
@@ -429,14 +566,8 @@ def _is_transformed(args: Iterable[Any]) -> bool:
 def _needs_dispatcher(args: Iterable[Any]) -> bool:
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
-    grad = torch.is_grad_enabled()
     return any(
-        isinstance(x, Tensor)
-        and (
-            type(x) not in (Tensor, torch.nn.Parameter)
-            or (grad and x.requires_grad)
-            or x.device.type not in ("cpu", "cuda")
-        )
+        isinstance(x, Tensor) and (type(x) not in (Tensor, torch.nn.Parameter) or x.device.type not in ("cpu", "cuda"))
         for x in args
     )
 

@@ -10,7 +10,7 @@ import prequal
 from prequal.bench import cases as lists
 from prequal.bench.cases import Case, Other, Peer, contract_of
 from prequal.bench.evidence import problems
-from prequal.bench.runner import ROUNDS, Options, _bound, floor_us, measure, rotated, run
+from prequal.bench.runner import ROUNDS, Options, bound_call, floor_us, measure, rotated, run
 from prequal.errors import UnknownOpError
 from prequal.registry import OPS
 
@@ -259,10 +259,11 @@ def test_the_other_ways_of_a_shape_list_hold_their_standard_on_its_sample(name):
     module = lists.shape_lists()[name]
     op = OPS[name]
     sample = next(iter(op.samples(torch.device("cpu"))))
+    case = next(iter(module.cases()))
     args = op.bind(sample.args, sample.kwargs)
-    want = op._call(op.reference, args)
-    for other in next(iter(module.cases())).others:
-        assert other.compare(_bound(op, other.function, args)(), want, args) is None
+    want = op.outcome(lambda every: op._call(op.reference, every), args)
+    for other in case.others:
+        assert other.compare(bound_call(op, other.function, args, case.named)(), want, args) is None
 
 
 # ---- the GPU ---------------------------------------------------------------------------------------------------------

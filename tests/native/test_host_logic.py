@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 HERE = pathlib.Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
-WARP, BLOCK, LOOP = range(3)
+WARP, BLOCK, CLUSTER, LOOP = range(4)
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,14 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     )
     loaded = ctypes.CDLL(str(library))
     for name, result, arguments in (
-        ("plan", None, [ctypes.c_int64, ctypes.c_int, ctypes.c_void_p]),
+        ("plan", None, [ctypes.c_int64, *[ctypes.c_int] * 3, ctypes.c_void_p]),
+        ("plan_gradient", None, [ctypes.c_int64, *[ctypes.c_int] * 2, ctypes.c_void_p]),
+        ("teams", ctypes.c_int64, [ctypes.c_int64] * 2),
+        ("blocks_of", ctypes.c_int, [ctypes.c_int] * 2),
+        ("plan_rope", None, [*[ctypes.c_int] * 4, ctypes.c_void_p]),
+        ("move_row", ctypes.c_int, [*[ctypes.c_void_p] * 3, *[ctypes.c_int] * 2]),
+        ("apart_alone", ctypes.c_int, [ctypes.c_int, *[ctypes.c_void_p] * 2]),
+        ("apart", ctypes.c_int, [ctypes.c_int64, ctypes.c_int, *[ctypes.c_void_p] * 2] * 2),
         ("distance2", ctypes.c_float, [ctypes.c_void_p] * 2),
         ("bound2", ctypes.c_float, [ctypes.c_void_p] * 3),
         ("all_finite", ctypes.c_int, [ctypes.c_void_p]),
@@ -63,13 +70,17 @@ def pointer(array: np.ndarray) -> int:
 # ---- row plans ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("vec", [1, 4, 8])
-def test_every_width_has_a_plan_that_covers_it(native, vec):
-    widths = {*range(1, 4200), *(2**e + d for e in range(12, 19) for d in (-1, 0, 1)), 262144, 2**31 - 1}
-    for width in sorted(widths):
-        out = np.zeros(4, dtype=np.int32)
-        native.plan(width, vec, pointer(out))
-        kind, items, threads, rows = out.tolist()
+WIDTHS = sorted({*range(1, 4200), *(2**e + d for e in range(12, 20) for d in (-1, 0, 1)), 262144, 2**30})
+
+
+@pytest.mark.parametrize("vec", [4, 8])
+@pytest.mark.parametrize("clusters", [False, True])
+@pytest.mark.parametrize("most", [512, 1024])
+def test_every_width_has_a_plan_that_covers_it(native, vec, clusters, most):
+    for width in WIDTHS:
+        out = np.zeros(5, dtype=np.int32)
+        native.plan(width, vec, clusters, most, pointer(out))
+        kind, items, threads, rows, blocks = out.tolist()
         accesses = -(-width // vec)
         assert threads % 32 == 0
         assert 32 <= threads <= 1024
@@ -77,15 +88,160 @@ def test_every_width_has_a_plan_that_covers_it(native, vec):
             assert items in (1, 2, 4)
             assert items * 32 >= accesses
             assert rows * 32 == threads
-        elif kind == BLOCK:
+        elif kind in (BLOCK, CLUSTER):
             assert items in (2, 4)
-            assert items * threads >= accesses
-            assert items == 4 or threads <= 512  # the launch bound that block_rows is compiled with
-            assert (threads - 32) * items < accesses or threads == 32  # no warp without work
+            assert items * threads * blocks >= accesses
+            assert items == 4 or threads <= 512  # the launch bounds that held_rows is compiled with
+            assert threads <= most or kind == CLUSTER
+            assert (threads - 32) * blocks * items < accesses  # no warp of every block without work
             assert rows == 1
+            assert (blocks > 1) == (kind == CLUSTER)
+            assert blocks in (1, 2, 4, 8)
+            assert clusters or kind == BLOCK
         else:
-            assert (kind, rows) == (LOOP, 1)
-            assert accesses > 4 * 1024
+            assert (kind, rows, blocks) == (LOOP, 1, 1)
+            assert accesses > (8 * 4 * 1024 if clusters else 4 * most)
+
+
+@pytest.mark.parametrize("vec", [4, 8])
+@pytest.mark.parametrize("clusters", [False, True])
+def test_every_width_has_a_plan_for_its_gradient(native, vec, clusters):
+    for width in WIDTHS:
+        out = np.zeros(5, dtype=np.int32)
+        native.plan_gradient(width, vec, clusters, pointer(out))
+        kind, items, threads, rows, blocks = out.tolist()
+        accesses = -(-width // vec)
+        assert threads % 32 == 0
+        if kind == WARP:
+            assert (items, threads, rows) == (1, 128, 4)
+            assert accesses <= 32
+        elif kind in (BLOCK, CLUSTER):
+            assert items == 2
+            assert 32 <= threads <= 512
+            assert items * threads * blocks >= accesses
+            assert (threads - 32) * blocks * items < accesses
+            assert (blocks > 1) == (kind == CLUSTER)
+            assert clusters or kind == BLOCK
+        else:
+            assert (kind, threads, rows, blocks) == (LOOP, 512, 1, 1)
+            assert accesses > (8 * 2 * 512 if clusters else 2 * 512)
+
+
+def test_teams_are_no_more_than_rows_and_none_is_without(native):
+    for rows in (1, 2, 15, 16, 17, 1000, 16384, 2**31):
+        for resident in (1, 132, 396, 10_000):
+            teams = native.teams(rows, resident)
+            assert 1 <= teams <= min(rows, resident)
+    assert native.teams(16384, 396) == 396
+
+
+def test_a_block_fits_as_often_as_its_registers_do(native):
+    assert native.blocks_of(80, 256) == 3
+    assert native.blocks_of(64, 256) == 4
+    assert native.blocks_of(128, 512) == 1
+    assert native.blocks_of(255, 512) == 1
+    assert native.blocks_of(32, 32) == 16
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("vec", [1, 2, 4, 8])
+def test_every_head_has_a_place_in_a_block(native, interleaved, vec):
+    if interleaved and vec == 1:
+        return  # a pair is one access or more
+    for rotary in (0, 2, 16, 64, 96, 128, 256, 512, 2048):
+        if rotary % (vec if interleaved else 2 * vec):
+            continue
+        for heads in (1, 2, 5, 10, 40, 72, 144, 4096):
+            out = np.zeros(3, dtype=np.int32)
+            native.plan_rope(heads, rotary, vec, interleaved, pointer(out))
+            places, at_once, threads = out.tolist()
+            assert 32 <= threads <= 1024
+            assert threads % 32 == 0
+            if rotary:
+                assert places * vec * (1 if interleaved else 2) == rotary
+                assert 1 <= at_once <= heads
+                assert places * at_once <= threads
+
+
+# ---- ragged rows ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.integers(0, 600), st.integers(0, 15), st.integers(0, 15), st.sampled_from([2, 4]))
+def test_a_ragged_row_is_moved_whole_each_element_once_and_nothing_past_it_is_read(native, width, x, y, itemsize):
+    rng = np.random.default_rng(width)
+    source, target = (np.zeros(width * itemsize + 128, dtype=np.uint8) for _ in range(2))
+    starts = []
+    for memory, place in ((source, x), (target, y)):
+        first = -pointer(memory) % 16 + 32 + place * itemsize % 16
+        starts.append(first)
+    size = width * itemsize
+    source[starts[0] : starts[0] + size] = rng.integers(0, 256, size)
+    writes = np.zeros(width + 1, dtype=np.uint8)
+    places = [pointer(memory) + first for memory, first in zip((source, target), starts, strict=True)]
+    assert native.move_row(*places, pointer(writes), width, itemsize) == 0
+    assert writes[:width].tolist() == [1] * width
+    assert writes[width] == 0
+    assert np.array_equal(target[starts[1] : starts[1] + size], source[starts[0] : starts[0] + size])
+    assert not target[: starts[1]].any()
+    assert not target[starts[1] + size :].any()
+
+
+# ---- memory that is shared ---------------------------------------------------------------------------------------
+
+
+def elements(first, shape, strides):
+    """The addresses of a strided tensor's elements, each as often as it is reached."""
+    found = np.array([first], dtype=np.int64)
+    for n, step in zip(shape, strides, strict=True):
+        found = (found[:, None] + np.arange(n) * step).reshape(-1)
+    return found
+
+
+layout = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 30)), min_size=1, max_size=4)
+
+
+@settings(max_examples=600, deadline=None)
+@given(layout)
+def test_a_tensor_that_is_apart_reaches_no_element_twice(native, dims):
+    shape, strides = (np.array(column, dtype=np.int64) for column in zip(*dims, strict=True))
+    if native.apart_alone(len(dims), pointer(shape), pointer(strides)):
+        found = elements(0, shape, strides)
+        assert len(set(found.tolist())) == len(found)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(layout, layout, st.integers(0, 60), st.booleans())
+def test_tensors_that_are_apart_share_no_element(native, a, b, second, same_strides):
+    if same_strides:
+        b = [(n, a[i][1] if i < len(a) else step) for i, (n, step) in enumerate(b)]
+    (a_shape, a_strides), (b_shape, b_strides) = (
+        [np.array(column, dtype=np.int64) for column in zip(*dims, strict=True)] for dims in (a, b)
+    )
+    first = 1024
+    of_a = (2 * first, len(a), pointer(a_shape), pointer(a_strides))
+    of_b = (2 * (first + second), len(b), pointer(b_shape), pointer(b_strides))
+    for one, other in ((of_a, of_b), (of_b, of_a)):
+        if native.apart(*one, *other):
+            assert not set(elements(first, a_shape, a_strides)) & set(elements(first + second, b_shape, b_strides))
+
+
+@pytest.mark.parametrize(
+    ("q", "k"),
+    [
+        (((6, 4, 64), (512, 64, 1), 0), ((6, 2, 64), (512, 64, 1), 256)),  # packed [tokens, heads, D]
+        (((2, 6, 4, 64), (3072, 512, 64, 1), 0), ((2, 6, 2, 64), (3072, 512, 64, 1), 256)),
+        (((6, 80), (161, 1), 0), ((6, 80), (161, 1), 81)),
+        (((6, 80), (161, 1), 81), ((6, 80), (161, 1), 0)),
+    ],
+)
+def test_slices_of_a_packed_tensor_are_known_to_be_apart(native, q, k):
+    sides = []
+    for shape, strides, first in (q, k):
+        sides.append([np.array(shape, dtype=np.int64), np.array(strides, dtype=np.int64), 1024 + first])
+    (qs, qt, q0), (ks, kt, k0) = sides
+    assert native.apart(2 * q0, len(qs), pointer(qs), pointer(qt), 2 * k0, len(ks), pointer(ks), pointer(kt))
+    assert not native.apart(2 * q0, len(qs), pointer(qs), pointer(qt), 2 * q0 + 2, len(qs), pointer(qs), pointer(qt))
 
 
 # ---- rows --------------------------------------------------------------------------------------------------------

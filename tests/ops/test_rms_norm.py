@@ -55,6 +55,134 @@ def test_double_backward_is_that_of_the_formula():
     assert torch.autograd.gradgradcheck(prequal.rms_norm, (x, weight))
 
 
+def llama(x, weight, eps):
+    """The eager chain of transformers' LlamaRMSNorm."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def gemma(x, weight, eps):
+    """The eager chain of transformers' GemmaRMSNorm."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * (1.0 + weight.float())).type_as(x)
+
+
+def inputs(device, dtype, rows=64, width=1024):
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(rows, width, generator=generator).to(device, dtype)
+    return x, (1 + 0.2 * torch.randn(width, generator=generator)).to(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_exact_rounding_keeps_the_roundings_of_llamas_chain(device, dtype):
+    x, weight = inputs(device, dtype)
+    want = llama(x, weight, 1e-5)
+    same = (prequal.rms_norm(x, weight, 1e-5, exact_rounding=True) == want).float().mean()
+    fast = (prequal.rms_norm(x, weight, 1e-5) == want).float().mean()
+    assert same > 0.999  # the order of the sum decides a last bit of the norm now and then
+    assert fast < 0.95  # one rounding fewer shows
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_offset_of_one_is_gemmas_weight(device, dtype):
+    x, weight = inputs(device, dtype)
+    got = prequal.rms_norm(x, weight - 1, 1e-6, weight_offset=1.0)
+    assert (got == gemma(x, weight - 1, 1e-6)).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [64, 129, 4096, 4095])
+def test_the_gradient_agrees_with_that_of_fp64(device, dtype, width):
+    generator = torch.Generator().manual_seed(width)
+    x, grad = (torch.randn(33, width, generator=generator).to(device, dtype) for _ in range(2))
+    weight = torch.randn(width, generator=generator).to(device, dtype)
+    asking = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    got = torch.autograd.grad(prequal.rms_norm(*asking, 1e-5), asking, grad)
+    exact = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    want = torch.autograd.grad(F.rms_norm(exact[0], (width,), exact[1], 1e-5), exact, grad.double())
+    # one rounding at the store, and what the sums lost: 33 terms near 1
+    bound = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[dtype]
+    for a, b in zip(got, want, strict=True):
+        assert ((a.double() - b).abs() <= 1.01 * bound * b.abs() + 2e-5).all()
+
+
+def test_a_frozen_weight_costs_no_gradient(device):
+    x, weight = torch.randn(3, 16, device=device, requires_grad=True), torch.ones(16, device=device)
+    prequal.rms_norm(x, weight).sum().backward()
+    assert x.grad is not None
+    dx, dweight = prequal.rms_norm_backward(torch.ones(3, 16, device=device), x.detach(), weight, weight_grad=False)
+    torch.testing.assert_close(dx, x.grad)
+    assert dweight.shape == (0,)
+
+
+def test_the_double_backward_of_the_gradient_is_that_of_its_formula():
+    generator = torch.Generator().manual_seed(3)
+    grad, x = (torch.randn(2, 5, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(2))
+    weight = torch.randn(5, dtype=torch.float64, generator=generator, requires_grad=True)
+    assert torch.autograd.gradcheck(prequal.rms_norm_backward, (grad, x, weight))
+
+
+def test_a_saved_value_that_is_written_over_is_noticed(device):
+    x = torch.randn(3, 16, device=device, requires_grad=True)
+    y = x * 2
+    out = prequal.rms_norm(y).sum()
+    with torch.no_grad():
+        prequal.fused_add_rms_norm_(y, torch.ones_like(y))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+@pytest.mark.gpu
+def test_training_goes_by_the_kernels_both_ways(cuda):
+    x = torch.randn(5, 256, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(256, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+    prequal.rms_norm(x, weight).sum().backward()
+    torch.compile(lambda: prequal.rms_norm(x, weight), fullgraph=True, backend="aot_eager")().sum().backward()
+    for name in ("rms_norm", "rms_norm_backward"):
+        assert prequal.stats()[name][str(cuda)] == {"fast": 2, "reference": {}}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [128, 1031, 4096, 4095, 8192, 65536, 131072])
+def test_the_gradient_of_many_rows_is_deterministic_and_right(cuda, width):
+    rows = 40_000_000 // width
+    generator = torch.Generator(cuda).manual_seed(width)
+    grad, x = (torch.randn(rows, width, device=cuda, generator=generator).bfloat16() for _ in range(2))
+    weight = torch.randn(width, device=cuda, generator=generator)
+    first, second = (prequal.rms_norm_backward(grad, x, weight) for _ in range(2))
+    assert prequal.stats()["rms_norm_backward"][str(cuda)] == {"fast": 2, "reference": {}}
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    op = prequal.rms_norm_backward.op
+    assert op.contract.compare(first, op.reference(grad, x, weight)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shift", range(8))
+def test_every_misalignment_of_input_gives_the_bits_of_the_aligned_one(cuda, dtype, shift):
+    """The sums are taken over the same columns by the same threads wherever a row lies."""
+    for width in (1, 7, 31, 257, 1021, 4095, 8191, 20_001, 70_001):
+        memory = torch.randn(5, width + 8, device=cuda).to(dtype)
+        x = memory[:, shift : shift + width]
+        weight = torch.randn(width + 8, device=cuda).to(dtype)[shift : shift + width]
+        assert torch.equal(prequal.rms_norm(x, weight), prequal.rms_norm(x.contiguous(), weight.clone()))
+
+
+@pytest.mark.gpu
+def test_nothing_beside_a_ragged_row_is_written(cuda):
+    for width in (1, 7, 33, 255, 257, 4095):
+        memory = torch.full((9, width + 6), 7.0, device=cuda, dtype=torch.bfloat16)
+        stream = torch.ones(9, width, device=cuda, dtype=torch.bfloat16)
+        prequal.fused_add_rms_norm_(memory[:, 3 : 3 + width], stream)
+        assert prequal.stats()["fused_add_rms_norm_"][str(cuda)]["reference"] == {}
+        assert memory[:, :3].eq(7).all()
+        assert memory[:, 3 + width :].eq(7).all()
+        assert stream.eq(8).all()
+
+
 @pytest.mark.gpu
 def test_rows_past_two_to_the_31_elements_are_reached(cuda):
     rows, width = (2**31 // 4096) + 3, 4096

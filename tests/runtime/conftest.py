@@ -54,7 +54,7 @@ class SimulatedHost:
 
         # Used by `machine` only, where calls are made and not just verdicts.
         self.current = 0
-        self.kernel: Callable[..., Any] = lambda op, args: OPS[op].reference(*args)
+        self.kernel: Callable[..., Any] = lambda op, args: OPS[op]._call(OPS[op].reference, args)
         self.quick_runs: Counter[tuple[str, int]] = Counter()
         self.served: Counter[tuple[str, str]] = Counter()
 

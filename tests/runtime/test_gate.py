@@ -322,7 +322,7 @@ def test_a_quick_case_is_run_once_for_each_op_and_device(make_host):
 
 def test_a_failed_quick_case_closes_the_op_with_the_comparators_sentence(machine, make_host):
     host = machine(make_host())
-    host.kernel = lambda op, args: OPS[op].reference(*args) + 1
+    host.kernel = lambda op, args: OPS[op]._call(OPS[op].reference, args) + 1
     torch.testing.assert_close(prequal.rms_norm(X), X, rtol=1e-5, atol=1e-5)
     verdict = prequal.explain("rms_norm", device="cuda:0")
     assert of(verdict) == FAILED
@@ -330,7 +330,7 @@ def test_a_failed_quick_case_closes_the_op_with_the_comparators_sentence(machine
         r"quick: output 0 at \[\d+, \d+\]: got \S+, want \S+, \d+ ulp apart \(.*; 512 of 512 values differ\)",
         verdict.detail,
     )
-    host.kernel = lambda op, args: OPS[op].reference(*args)
+    host.kernel = lambda op, args: OPS[op]._call(OPS[op].reference, args)
     prequal.rms_norm(X)
     assert host.quick_runs == {("rms_norm", 0): 1}
     assert prequal.stats()["rms_norm"]["cuda:0"] == {"fast": 0, "reference": {"qualification_failed": 2}}

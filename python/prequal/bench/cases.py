@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Peer:
 class Case:
     op: str
     name: str
-    make: Callable[[torch.device], tuple[Any, ...]]  # the op's arguments: data and distribution are the case's
+    make: Callable[[torch.device], tuple[Any, ...]]  # positional arguments: data and distribution are the case's
     quick: bool = False
     series: str = ""  # cases of one series make a line of the cost-growth chart, over `size`
     size: int = 0
@@ -64,6 +65,8 @@ class Case:
     peers: bool = True
     # Compared are only the answers for the first rows of the first argument, where the reference cannot do all of them.
     rows: int | None = None
+    # Keyword arguments of the op and its reference; the others are written for them.
+    named: Mapping[str, Any] = field(default_factory=dict)
 
     def reference_args(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args if self.rows is None else (args[0][: self.rows], *args[1:])
@@ -92,13 +95,13 @@ def shape_lists() -> dict[str, Any]:
 
 def sample_cases(op: Op) -> Iterator[Case]:
     """For an op that has no shape list: its quick sample, so that no op goes unmeasured."""
-    name = f"sample {next(iter(op.samples(torch.device('cpu')))).name}"
+    first = next(iter(op.samples(torch.device("cpu"))))
 
     def make(device: torch.device) -> tuple[Any, ...]:
-        sample = next(iter(op.samples(device)))
-        return op.bind(sample.args, sample.kwargs)
+        return next(iter(op.samples(device))).args
 
-    yield Case(op.name, name, make, quick=True, others=[Other("torch eager", op.reference, contract_of(op))])
+    eager = Other("torch eager", partial(op.reference, **first.kwargs), contract_of(op))
+    yield Case(op.name, f"sample {first.name}", make, quick=True, others=[eager], named=first.kwargs)
 
 
 def chosen_ops(names: Iterable[str] | None) -> list[Op]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -78,7 +78,7 @@ def measure(case: Case, device: Device, options: Options | None = None, say: Say
     """A row of evidence. Who is wrong or fails is named in it, and has no time."""
     options = options or Options()
     op = OPS[case.op]
-    args = tuple(op.bind(case.make(device.torch_device)))
+    args = op.bind(case.make(device.torch_device), case.named)
     cost = op.cost_of(args)
     everybody, absent = candidates(case, op, args, options)
     row: dict[str, Any] = {"case": case.name, "op": op.name, "bytes": None, "flops": None, "by": {}}
@@ -93,7 +93,7 @@ def measure(case: Case, device: Device, options: Options | None = None, say: Say
         right = _those_who_are_right(case, op, args, everybody, row, say)
         _time(case, op, device, args, right, row, options)
         for one in right:
-            row["by"][one.name] = _figures(one, op, cost, device, args)
+            row["by"][one.name] = _figures(case, one, op, cost, device, args)
             figures = row["by"][one.name]
             if one.kind == "prequal":
                 figures["path"] = _path(op, args)
@@ -107,11 +107,11 @@ def _those_who_are_right(
     case: Case, op: Op, args: tuple[Any, ...], everybody: Sequence[Candidate], row: dict[str, Any], say: Say
 ) -> list[Candidate]:
     few = case.reference_args(args)
-    want = op._call(op.reference, few)
+    want = op.outcome(lambda every: op._call(op.reference, every), few)
     right = []
     for one in everybody:
         try:
-            got = case.compared(_bound(op, one.function, args)())
+            got = case.compared(op.outcome(partial(_answer, case, op, one), args))
             wrong = one.compare(got, want, few)
         except Exception as error:  # a peer's failure, or ours: reported, never timed
             row.setdefault("failed", {})[one.name] = _short(error)
@@ -129,7 +129,8 @@ def _path(op: Op, args: tuple[Any, ...]) -> str:
     """Who answered as `prequal`: a benchmark that times the reference in its name must say so."""
     from prequal.api import explain
 
-    found = explain(op.name, *args)
+    positional, named = op.passed(args)
+    found = explain(op.name, *positional, **named)
     return "fast" if found.path == "fast" else f"reference: {found.reason}"
 
 
@@ -164,7 +165,7 @@ def _time(
     options: Options,
 ) -> None:
     runs = math.ceil((options.runs or case.runs) / options.rounds)
-    calls: dict[str, Call] = {one.name: _bound(op, one.function, args) for one in right}
+    calls: dict[str, Call] = {one.name: _bound(case, op, one, args) for one in right}
     for one in right:
         device.device_us(calls[one.name], WARM_UPS)
     for _ in range(options.rounds):
@@ -179,7 +180,7 @@ def _time(
         if Spread.of(one.device_us).median >= GRAPH_BELOW_US:
             continue
         try:
-            graph = device.captured([_bound(op, one.function, copies[i % len(copies)]) for i in range(GRAPH_CALLS)])
+            graph = device.captured([_bound(case, op, one, copies[i % len(copies)]) for i in range(GRAPH_CALLS)])
         except Exception as error:  # a host read, or an allocation of its own: its users cannot capture it either
             row.setdefault("not_capturable", {})[one.name] = _short(error)
             continue
@@ -193,13 +194,23 @@ def _time(
                 one.graph_us += graphs[one.name](runs)
 
 
-def _bound(op: Op, function: Callable[..., Any], args: tuple[Any, ...]) -> Call:
-    """What is optional and not asked for is not passed: others have no such argument."""
+def bound_call(op: Op, function: Callable[..., Any], args: Sequence[Any], hidden: Collection[str] = ()) -> Call:
+    """What has a default and was not asked for is not passed: others have no such argument. Nor what is `hidden`."""
     positional, named = op.passed(args, defaults=False)
-    return partial(function, *positional, **named)
+    return partial(function, *positional, **{name: value for name, value in named.items() if name not in hidden})
 
 
-def _figures(one: Candidate, op: Op, cost: Cost | None, device: Device, args: tuple[Any, ...]) -> dict[str, Any]:
+def _bound(case: Case, op: Op, one: Candidate, args: Sequence[Any]) -> Call:
+    return bound_call(op, one.function, args, () if one.kind == "prequal" else case.named)
+
+
+def _answer(case: Case, op: Op, one: Candidate, args: Sequence[Any]) -> Any:
+    return _bound(case, op, one, args)()
+
+
+def _figures(
+    case: Case, one: Candidate, op: Op, cost: Cost | None, device: Device, args: tuple[Any, ...]
+) -> dict[str, Any]:
     spread = Spread.of(one.device_us)
     found: dict[str, Any] = {
         "kind": one.kind,
@@ -214,7 +225,7 @@ def _figures(one: Candidate, op: Op, cost: Cost | None, device: Device, args: tu
         found["TB_s"] = round(cost.bytes / spread.median / 1e6, 3)
         if cost.flops:
             found["TFLOP_s"] = round(cost.flops / spread.median / 1e6, 3)
-    peak = device.peak_bytes(_bound(op, one.function, args))
+    peak = device.peak_bytes(_bound(case, op, one, args))
     if peak is not None:
         found["peak_bytes"] = peak
     return found

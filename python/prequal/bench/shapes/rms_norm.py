@@ -1,4 +1,4 @@
-"""rms_norm: wide and narrow rows, the odd width, every dtype."""
+"""rms_norm and its gradient: wide and narrow rows, the odd width, misaligned views, every dtype."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import prequal
 from prequal import runtime_state as state
 from prequal.bench.cases import Case, Other, Peer
 from prequal.bench.device import Device, burst_us
-from prequal.contracts import Tolerance
+from prequal.bench.rows import by_autograd, each, near, near_gradient, normal, short
 from prequal.registry import Cost
 
 
 @prequal.rms_norm.cost
-def _(x, weight, eps):
+def _(x, weight, eps, *, weight_offset, exact_rounding):
     # x read, y written, the weight once; two multiplications and an addition a value, one more for the weight
     bytes = 2 * x.numel() * x.element_size()
     if weight is None:
@@ -25,14 +25,13 @@ def _(x, weight, eps):
     return Cost(bytes + weight.numel() * weight.element_size(), 4 * x.numel())
 
 
-# Others may round x * rsqrt to the dtype before the weight (the Llama order): one rounding more, so twice our bound and
-# a little; against an error of kind, not of rounding.
-OTHERS = Tolerance({torch.float32: (1e-4, 1e-6), torch.bfloat16: (2.0**-6, 1e-3), torch.float16: (2.0**-9, 1e-4)})
-
-
-def near(got: Any, want: Any, args: Any) -> str | None:
-    found = OTHERS.compare(got, want)
-    return None if found is None else str(found)
+@prequal.rms_norm_backward.cost
+def _(grad, x, weight, eps, added, *, weight_offset, weight_grad):
+    # grad, x and what is added read, dx written; the weight read and its gradient written once
+    bytes = (3 if added is None else 4) * x.numel() * x.element_size()
+    size = x.element_size() if weight is None else weight.element_size()
+    parameters = (weight is not None) + weight_grad
+    return Cost(bytes + parameters * x.shape[-1] * size, 9 * x.numel())
 
 
 def eager(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -51,33 +50,71 @@ def quack() -> Any:
     return lambda x, weight, eps: rmsnorm(x, weight, eps=eps)
 
 
-PEERS = (Peer("liger_kernel", "rms_norm", liger, near), Peer("quack", "rms_norm", quack, near))
+def split(grad, x, weight, eps, added):
+    return (x, weight, eps), (x, weight), (grad,)
 
+
+def liger_gradient() -> Any:
+    from liger_kernel.transformers.functional import liger_rms_norm
+
+    # in_place would write dx over grad, which is everybody's
+    return by_autograd(lambda x, w, eps: liger_rms_norm(x, w, eps, 0.0, "llama", False), split)
+
+
+PEERS = (
+    Peer("liger_kernel", "rms_norm", liger, near),
+    Peer("quack", "rms_norm", quack, near),
+    Peer("liger_kernel", "rms_norm_backward", liger_gradient, near_gradient),
+)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# rows, width, dtype, columns before a row in its memory
 SHAPES = (
-    *((16384, 4096, torch.bfloat16), (16384, 8192, torch.bfloat16), (16384, 4096, torch.float16)),
-    *((8192, 4096, torch.float32), (262144, 128, torch.bfloat16), (4096, 16384, torch.bfloat16)),
-    *((16384, 4095, torch.bfloat16), (64, 4096, torch.bfloat16), (1024, 4096, torch.bfloat16)),
+    *((16384, 4096, BF16, 0), (16384, 2048, BF16, 0), (16384, 8192, BF16, 0), (16384, 4096, FP16, 0)),
+    *((8192, 4096, FP32, 0), (262144, 128, BF16, 0), (4096, 16384, BF16, 0)),
+    *((4096, 32768, BF16, 0), (4096, 65536, BF16, 0), (4096, 131072, BF16, 0), (4096, 262144, BF16, 0)),
+    *((16384, 4095, BF16, 0), (16384, 5119, BF16, 0), (16384, 4096, BF16, 1)),
+    *((64, 4096, BF16, 0), (1, 4096, BF16, 0), (1024, 4096, BF16, 0)),
+)
+GRADIENTS = (
+    *((16384, 4096, BF16, 0), (16384, 2048, BF16, 0), (16384, 8192, BF16, 0), (4096, 16384, BF16, 0)),
+    *((4096, 32768, BF16, 0), (4096, 65536, BF16, 0), (4096, 131072, BF16, 0), (4096, 262144, BF16, 0)),
+    *((16384, 4095, BF16, 0), (262144, 128, BF16, 0), (8192, 4096, FP32, 0), (64, 4096, BF16, 0)),
 )
 
 
 def cases() -> Iterator[Case]:
-    for place, (rows, width, dtype) in enumerate(SHAPES):
+    for quick, (rows, width, dtype, ahead) in each(SHAPES):
 
-        def make(device: torch.device, rows=rows, width=width, dtype=dtype) -> tuple[Any, ...]:
-            generator = torch.Generator(device).manual_seed(rows + width)
-            x = torch.randn(rows, width, device=device, dtype=dtype, generator=generator)
-            return x, torch.randn(width, device=device, dtype=dtype, generator=generator), 1e-6
+        def make(device: torch.device, rows=rows, width=width, dtype=dtype, ahead=ahead) -> tuple[Any, ...]:
+            x = normal(device, rows, width + ahead, dtype=dtype)[:, ahead:]
+            return x, normal(device, width, dtype=dtype), 1e-6
 
         yield Case(
             "rms_norm",
-            f"{str(dtype)[6:]} [{rows}, {width}]",
+            f"{short(dtype)} [{rows}, {width}]{', misaligned' if ahead else ''}",
             make,
-            quick=place == 0,
-            series="bfloat16, width 4096" if (width, dtype) == (4096, torch.bfloat16) else "",
+            quick=quick,
+            series="bfloat16, width 4096" if (width, dtype, ahead) == (4096, BF16, 0) else "",
             size=rows,
             others=[Other("torch eager", eager, near)],
             compiled=eager,
             compare_compiled=near,
+        )
+    for quick, (rows, width, dtype, _) in each(GRADIENTS):
+
+        def make_gradient(device: torch.device, rows=rows, width=width, dtype=dtype) -> tuple[Any, ...]:
+            grad, x = (normal(device, rows, width, dtype=dtype, seed=seed) for seed in (1, 2))
+            return grad, x, normal(device, width, dtype=dtype), 1e-6, None
+
+        yield Case(
+            "rms_norm_backward",
+            f"{short(dtype)} [{rows}, {width}], backward",
+            make_gradient,
+            quick=quick,
+            others=[Other("torch eager", by_autograd(eager, split), near_gradient)],
+            compiled=prequal.rms_norm_backward.op.reference,
+            compare_compiled=near_gradient,
         )
 
 
