@@ -1,0 +1,143 @@
+"""What patched modules run. What a call shows to be another case than the op's goes the way that it went before.
+
+Whether the fast path or the reference answers is the op's own business, here as everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as _module
+
+import prequal
+
+from .recognise import NormForm
+
+Forward = Callable[..., Any]
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Calling the module is calling its class's forward: no hooks, no forward of the instance's own (accelerate)."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _module._global_forward_hooks
+        or _module._global_forward_pre_hooks
+        or _module._global_backward_hooks
+        or _module._global_backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def norm(form: NormForm, original: Forward, exact_rounding: bool) -> Forward:
+    """The forward of a norm."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not form.keeps_dtype and x.dtype != self.weight.dtype:
+            return original(self, x)  # torch promotes the product, the op keeps x's dtype
+        eps = getattr(self, form.eps)
+        # On q as attention wants it, [batch, heads, tokens, D], the rows lie as [batch, tokens, heads, D].
+        swapped = x.dim() == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
+        y = prequal.rms_norm(
+            x.transpose(1, 2) if swapped else x,
+            self.weight,
+            eps,
+            weight_offset=form.offset,
+            exact_rounding=exact_rounding,
+        )
+        return y.transpose(1, 2) if swapped else y
+
+    return forward
+
+
+def add_norm(form: NormForm, known: tuple[type, ...], exact_rounding: bool) -> Forward:
+    """(norm(residual + x), residual + x); `known`: the classes for which the op says what the norm computes."""
+
+    def prequal_add_norm(module: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        same = x.dtype == residual.dtype and x.shape == residual.shape and x.device == residual.device
+        if not (
+            same and type(module) in known and is_bare(module) and (form.keeps_dtype or x.dtype == module.weight.dtype)
+        ):
+            total = residual + x
+            return module(total), total
+        return prequal.fused_add_rms_norm(
+            x,
+            residual,
+            module.weight,
+            getattr(module, form.eps),
+            weight_offset=form.offset,
+            exact_rounding=exact_rounding,
+        )
+
+    return prequal_add_norm
+
+
+def gated(kind: str, known: type[nn.Module]) -> Forward:
+    """activation(gate) * up, by what `activation_kind` said of activations of the class `known`."""
+    approximate = "none" if kind == "geglu none" else "tanh"
+
+    def prequal_gated(activation: nn.Module, projection: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+        same = gate.dtype == up.dtype and gate.shape == up.shape and gate.device == up.device
+        if not (same and type(activation) is known and is_bare(activation)):
+            return activation(gate) * up
+        if kind == "swiglu":
+            return prequal.swiglu(gate, up)
+        return prequal.geglu(gate, up, approximate)
+
+    return prequal_gated
+
+
+def rotary(original: Forward) -> Forward:
+    """In the place of `apply_rotary_pos_emb`."""
+
+    def prequal_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        same = q.dtype == k.dtype == cos.dtype == sin.dtype  # else torch promotes
+        if args or kwargs or not same or not (q.dim() == k.dim() == 4 and cos.dim() == sin.dim() == 3):
+            return original(q, k, cos, sin, *args, **kwargs)
+        return rope(q, k, cos, sin)
+
+    return prequal_rotary
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """From the layout of transformers to the op's and back.
+
+    Args:
+        q, k: [batch, heads, tokens, D], as a rule views of [batch, tokens, heads, D].
+        cos, sin: [batch or 1, tokens, D], both halves alike.
+    """
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    if cos.shape[0] == 1:  # every sequence has the same positions
+        q, k = prequal.rope(q, k, cos[0], sin[0])
+    else:
+        q, k = prequal.rope(q, k, cos, sin)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+
+def activation_kind(activation: object) -> str | None:
+    """ "swiglu", "geglu tanh" or "geglu none": the op that multiplies this activation; None for every other."""
+    cls = type(activation)
+    if cls is nn.SiLU:
+        return "swiglu"
+    if cls is nn.GELU:
+        return f"geglu {activation.approximate}"  # type: ignore[attr-defined]
+    if cls.__module__ != "transformers.activations":
+        return None
+    if cls.__name__ in ("SiLUActivation", "SiLU"):
+        return "swiglu"
+    act = getattr(activation, "act", None)  # of transformers' two, a function that it picked
+    if cls.__name__ == "GELUActivation" and act is torch.nn.functional.gelu:
+        return "geglu none"
+    if cls.__name__ == "PytorchGELUTanh" and act is None:  # of 4.x: its forward calls torch's
+        return "geglu tanh"
+    if cls.__name__ in ("GELUTanh", "PytorchGELUTanh") and getattr(act, "func", None) is torch.nn.functional.gelu:
+        return "geglu tanh" if getattr(act, "keywords", None) == {"approximate": "tanh"} else None
+    return None
