@@ -9,6 +9,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,11 @@ import torch
 
 Function = Callable[..., Any]
 ROTARY = "apply_rotary_pos_emb"
+
+
+# By the function, not by its class, whose forward may be exchanged. Reading one takes milliseconds, and a model has
+# hundreds of modules of a few classes.
+remembered = functools.lru_cache(maxsize=256)
 
 
 class Unrecognised(Exception):
@@ -120,17 +126,18 @@ def norm_form(cls: type) -> NormForm:
         Unrecognised: its forward is another one.
     """
     function = innermost(_forward_of(cls))
+    return _norm_form(function, innermost(getattr(cls, "_norm", function)))
+
+
+@remembered
+def _norm_form(function: Any, part: Function) -> NormForm:
     found = canonical(parsed(function))
-    form = None
-    if found in _LLAMA_FORMS:
-        form = NormForm(_LLAMA_FORMS[found], 0.0, keeps_dtype=False)
-    elif found == _GEMMA_FORM:
-        part = innermost(getattr(cls, "_norm", None) or function)
-        if canonical(parsed(part)) == _GEMMA_PART:
-            form = NormForm("eps", 1.0, keeps_dtype=True)
-    if form is None or function.__globals__.get("torch", torch) is not torch:  # type: ignore[attr-defined]
-        raise Unrecognised("its forward is no RMS norm of a form that is known")
-    return form
+    if function.__globals__.get("torch", torch) is torch:
+        if found in _LLAMA_FORMS:
+            return NormForm(_LLAMA_FORMS[found], 0.0, keeps_dtype=False)
+        if found == _GEMMA_FORM and canonical(parsed(part)) == _GEMMA_PART:
+            return NormForm("eps", 1.0, keeps_dtype=True)
+    raise Unrecognised("its forward is no RMS norm of a form that is known")
 
 
 def _forward_of(cls: type) -> Function:
@@ -165,15 +172,18 @@ def check_rotation(function: Any) -> None:
     Raises:
         Unrecognised: it does something else, a partial or an interleaved rotation for example.
     """
-    reason = f"its {ROTARY} is no rotation of a form that is known"
     try:
-        inner = innermost(function)
-        half: Any = inner.__globals__.get("rotate_half")  # type: ignore[attr-defined]
-        if canonical(parsed(inner)) == _ROTATION and canonical(parsed(innermost(half))) == _ROTATE_HALF:
+        inner: Any = innermost(function)
+        if _is_rotation(inner, innermost(inner.__globals__["rotate_half"])):
             return
-    except (Unrecognised, AttributeError, TypeError, ValueError):
+    except (Unrecognised, AttributeError, KeyError, TypeError, ValueError):
         pass
-    raise Unrecognised(reason)
+    raise Unrecognised(f"its {ROTARY} is no rotation of a form that is known")
+
+
+@remembered
+def _is_rotation(function: Function, half: Function) -> bool:
+    return canonical(parsed(function)) == _ROTATION and canonical(parsed(half)) == _ROTATE_HALF
 
 
 # ---- steps of a forward ----------------------------------------------------------------------------------------------
@@ -205,12 +215,22 @@ def steps_of(cls: type) -> Steps:
     Raises:
         Unrecognised: it cannot be read, or not be compiled again outside of its class.
     """
-    return _replace(_rewritable(innermost(_forward_of(cls))), Steps())
+    return _steps_of(innermost(_forward_of(cls)))
+
+
+@remembered
+def _steps_of(function: Function) -> Steps:
+    return _replace(_rewritable(function), Steps())
 
 
 def lone_adds(cls: type) -> int:
     """Residual adds that no norm of the same forward directly follows."""
-    node = parsed(innermost(_forward_of(cls)))
+    return _lone_adds(innermost(_forward_of(cls)))
+
+
+@remembered
+def _lone_adds(function: Function) -> int:
+    node = parsed(function)
     adds = [
         add
         for add in _all(node.body, ast.Assign)
