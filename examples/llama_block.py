@@ -286,14 +286,14 @@ def left_out(name: str, call: Callable[[], Any], args: argparse.Namespace) -> An
 
 def table(kind: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
     eager = rows.get("eager", {}).get("device_us", {}).get("median")
-    lines = [f"{kind:<34}{'device ms':>10}{'quartiles':>18}{'whole call':>12}{'× eager':>9}{'peak MB':>9}"]
+    lines = [f"{kind:<36}{'device ms':>10}{'quartiles':>18}{'whole call':>12}{'× eager':>9}{'peak MB':>9}"]
     for name, row in rows.items():
         device, wall, peak = row["device_us"], row["wall_us"], row["peak_bytes"]
         times = f"{eager / device['median']:.2f}" if eager else "–"
         quartiles = f"{device['q1'] / 1e3:.3f}–{device['q3'] / 1e3:.3f}"
         memory = "–" if peak is None else f"{peak / 1e6:.0f}"
         lines.append(
-            f"  {VARIANTS[name]:<32}{device['median'] / 1e3:>10.3f}{quartiles:>18}{wall['median'] / 1e3:>12.3f}"
+            f"  {VARIANTS[name]:<34}{device['median'] / 1e3:>10.3f}{quartiles:>18}{wall['median'] / 1e3:>12.3f}"
             f"{times:>9}{memory:>9}"
         )
     return "\n".join(lines)
@@ -350,7 +350,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=4096, help="another width keeps the published proportions")
     parser.add_argument("--variants", default="eager,patched,compiled", help=f"out of {', '.join(VARIANTS)}")
-    parser.add_argument("--mode", default="default", help="of torch.compile: default, max-autotune, ...")
+    parser.add_argument("--mode", default="default", help="of torch.compile: default, max-autotune-no-cudagraphs, ...")
     parser.add_argument("--ops", default=None, help="only these of prequal.patch's ops, with commas")
     parser.add_argument("--exact-rounding", action="store_true", help="as prequal.patch's")
     parser.add_argument("--rounds", type=int, default=5)

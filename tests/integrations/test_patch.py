@@ -255,6 +255,32 @@ def test_heads_that_attention_has_transposed_are_normalised_without_a_copy():
     assert after.stride() == before.stride()
 
 
+@pytest.mark.parametrize("family", ["Llama", "Gemma"])
+def test_the_gate_is_overwritten_where_nobody_else_has_it(family, monkeypatch):
+    """By the op's in-place form: without it, gate, up and product are alive together, the peak of a layer's memory."""
+    name = "geglu" if "geglu" in FAMILIES[family][2] else "swiglu"
+    functional, overwritten = getattr(prequal, name), []
+
+    def in_place(gate, up, *more):
+        overwritten.append(gate.data_ptr())
+        return gate.copy_(functional(gate, up, *more))
+
+    monkeypatch.setattr(prequal, name + "_", in_place, raising=False)
+    model = make(family)
+    before = logits(model)
+    quietly(model)
+    torch.testing.assert_close(logits(model), before)
+    assert len(overwritten) == 2
+
+    with_gradients(model)  # autograd needs the gate
+    assert len(overwritten) == 2
+    kept = []
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda module, args, output: kept.append(output))
+    logits(model)
+    assert len(overwritten) == 3
+    assert kept[0].data_ptr() not in overwritten[2:]
+
+
 # ---- training --------------------------------------------------------------------------------------------------------
 
 

@@ -79,17 +79,31 @@ def add_norm(form: NormForm, known: tuple[type, ...], exact_rounding: bool) -> F
 
 def gated(kind: str, known: type[nn.Module]) -> Forward:
     """activation(gate) * up, by what `activation_kind` said of activations of the class `known`."""
-    approximate = "none" if kind == "geglu none" else "tanh"
+    op, *more = kind.split()  # "geglu tanh" is geglu(gate, up, "tanh")
 
     def prequal_gated(activation: nn.Module, projection: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
         same = gate.dtype == up.dtype and gate.shape == up.shape and gate.device == up.device
         if not (same and type(activation) is known and is_bare(activation)):
             return activation(gate) * up
-        if kind == "swiglu":
-            return prequal.swiglu(gate, up)
-        return prequal.geglu(gate, up, approximate)
+        overwrites = getattr(prequal, op + "_", None) if _is_nobodys(projection, gate, up) else None
+        return (overwrites or getattr(prequal, op))(gate, up, *more)
 
     return prequal_gated
+
+
+def _is_nobodys(projection: nn.Module, gate: Tensor, up: Tensor) -> bool:
+    """Whether the gate may be overwritten: nobody else has it. It is a third of a decoder layer's peak memory.
+
+    What a plain linear layer returns is new; a hook may have kept it, autograd may need it. torch.compile plans its
+    memory by itself.
+    """
+    return (
+        type(projection) is nn.Linear
+        and is_bare(projection)
+        and not (gate.requires_grad or up.requires_grad)
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
 def rotary(original: Forward) -> Forward:
