@@ -34,12 +34,20 @@ def is_bare(module: nn.Module) -> bool:
     )
 
 
+def alike(*tensors: Tensor) -> bool:
+    """One dtype and device, else torch promotes or raises; and no subclass: a DTensor has rules of its own for ops."""
+    return all(
+        type(x) in (Tensor, nn.Parameter) and x.dtype == tensors[0].dtype and x.device == tensors[0].device
+        for x in tensors
+    )
+
+
 def norm(form: NormForm, original: Forward, exact_rounding: bool) -> Forward:
     """The forward of a norm."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if not form.keeps_dtype and x.dtype != self.weight.dtype:
-            return original(self, x)  # torch promotes the product, the op keeps x's dtype
+        if not alike(x, *_of_one_dtype(form, self)):
+            return original(self, x)
         eps = getattr(self, form.eps)
         # On q as attention wants it, [batch, heads, tokens, D], the rows lie as [batch, tokens, heads, D].
         swapped = x.dim() == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
@@ -48,21 +56,24 @@ def norm(form: NormForm, original: Forward, exact_rounding: bool) -> Forward:
             self.weight,
             eps,
             weight_offset=form.offset,
-            exact_rounding=exact_rounding,
+            exact_rounding=exact_rounding and not form.rounds_once,
         )
         return y.transpose(1, 2) if swapped else y
 
     return forward
 
 
+def _of_one_dtype(form: NormForm, module: Any) -> tuple[Tensor, ...]:
+    """What must have x's dtype: the op's result has it, and Gemma's whatever the weight is; Llama's is promoted."""
+    return () if form.rounds_once else (module.weight,)
+
+
 def add_norm(form: NormForm, known: tuple[type, ...], exact_rounding: bool) -> Forward:
     """(norm(residual + x), residual + x); `known`: the classes for which the op says what the norm computes."""
 
     def prequal_add_norm(module: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        same = x.dtype == residual.dtype and x.shape == residual.shape and x.device == residual.device
-        if not (
-            same and type(module) in known and is_bare(module) and (form.keeps_dtype or x.dtype == module.weight.dtype)
-        ):
+        is_known = type(module) in known and is_bare(module) and x.shape == residual.shape
+        if not (is_known and alike(x, residual, *_of_one_dtype(form, module))):
             total = residual + x
             return module(total), total
         return prequal.fused_add_rms_norm(
@@ -82,8 +93,8 @@ def gated(kind: str, known: type[nn.Module]) -> Forward:
     op, *more = kind.split()  # "geglu tanh" is geglu(gate, up, "tanh")
 
     def prequal_gated(activation: nn.Module, projection: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
-        same = gate.dtype == up.dtype and gate.shape == up.shape and gate.device == up.device
-        if not (same and type(activation) is known and is_bare(activation)):
+        is_known = type(activation) is known and is_bare(activation) and gate.shape == up.shape
+        if not (is_known and alike(gate, up)):
             return activation(gate) * up
         overwrites = getattr(prequal, op + "_", None) if _is_nobodys(projection, gate, up) else None
         return (overwrites or getattr(prequal, op))(gate, up, *more)
@@ -110,8 +121,8 @@ def rotary(original: Forward) -> Forward:
     """In the place of `apply_rotary_pos_emb`."""
 
     def prequal_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        same = q.dtype == k.dtype == cos.dtype == sin.dtype  # else torch promotes
-        if args or kwargs or not same or not (q.dim() == k.dim() == 4 and cos.dim() == sin.dim() == 3):
+        as_expected = q.dim() == k.dim() == 4 and cos.dim() == sin.dim() == 3 and not (args or kwargs)
+        if not (as_expected and alike(q, k, cos, sin)):
             return original(q, k, cos, sin, *args, **kwargs)
         return rope(q, k, cos, sin)
 

@@ -254,9 +254,13 @@ def _plan_steps(module: Any, cls: type, wanted: frozenset[str], exact_rounding: 
         norm = getattr(module, name, None)
         norm_class = original_class(type(norm))
         try:
-            _check_norm(norm, norm_form(norm_class))
+            form = norm_form(norm_class)
+            _check_norm(norm, form)
         except Unrecognised as error:
             reasons.append(f"{name}: {error}")
+            continue
+        if exact_rounding and form.rounds_once:  # the op's exact rounding is that of Llama's code
+            reasons.append(f"{name}: fused, it would not keep every rounding of this norm's code")
             continue
         if "fused_add_rms_norm" in ops or take("fused_add_rms_norm"):
             norms[name] = norm_class
@@ -311,7 +315,7 @@ def patch(
     Args:
         model: anything with such modules in it: a model, one layer, DataParallel of a model.
         ops: which of rms_norm, fused_add_rms_norm, swiglu, geglu, rope; default: all of them.
-        exact_rounding: keep the roundings of the norms in the model's own code, for its bits instead of more accuracy.
+        exact_rounding: keep the roundings of norms and adds that the model's code has: its bits, for less accuracy.
         verbose: print the report.
 
     Returns:

@@ -92,7 +92,7 @@ class NormForm:
 
     eps: str  # the name of its attribute
     offset: float  # what is added to the weight
-    keeps_dtype: bool  # the result has x's dtype whatever the weight's
+    rounds_once: bool  # to x's dtype whatever the weight's, as the op does; else before the product with the weight too
 
 
 # y = weight · round(x / rms): rounded to x's dtype before the product, which torch promotes
@@ -134,9 +134,9 @@ def _norm_form(function: Any, part: Function) -> NormForm:
     found = canonical(parsed(function))
     if function.__globals__.get("torch", torch) is torch:
         if found in _LLAMA_FORMS:
-            return NormForm(_LLAMA_FORMS[found], 0.0, keeps_dtype=False)
+            return NormForm(_LLAMA_FORMS[found], 0.0, rounds_once=False)
         if found == _GEMMA_FORM and canonical(parsed(part)) == _GEMMA_PART:
-            return NormForm("eps", 1.0, keeps_dtype=True)
+            return NormForm("eps", 1.0, rounds_once=True)
     raise Unrecognised("its forward is no RMS norm of a form that is known")
 
 
