@@ -73,8 +73,8 @@ def test_compiled_variants_are_compared_and_timed_alike(program, monkeypatch, tm
 def test_a_wrong_variant_is_not_timed(program, monkeypatch, tmp_path, capsys):
     right = prequal.swiglu
 
-    def wrong(gate, up):
-        return 1.1 * right(gate, up)
+    def wrong(gate, up, **rounding):
+        return 1.1 * right(gate, up, **rounding)
 
     monkeypatch.setattr(prequal, "swiglu", wrong)
     out = tmp_path / "block.json"

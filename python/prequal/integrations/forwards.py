@@ -82,13 +82,13 @@ def add_norm(form: NormForm, known: tuple[type, ...], exact_rounding: bool) -> F
             module.weight,
             getattr(module, form.eps),
             weight_offset=form.offset,
-            exact_rounding=exact_rounding,
+            exact_rounding=exact_rounding and not form.rounds_once,
         )
 
     return prequal_add_norm
 
 
-def gated(kind: str, known: type[nn.Module]) -> Forward:
+def gated(kind: str, known: type[nn.Module], exact_rounding: bool) -> Forward:
     """activation(gate) * up, by what `activation_kind` said of activations of the class `known`."""
     op, *more = kind.split()  # "geglu tanh" is geglu(gate, up, "tanh")
 
@@ -96,8 +96,11 @@ def gated(kind: str, known: type[nn.Module]) -> Forward:
         is_known = type(activation) is known and is_bare(activation) and gate.shape == up.shape
         if not (is_known and alike(gate, up)):
             return activation(gate) * up
-        overwrites = getattr(prequal, op + "_", None) if _is_nobodys(projection, gate, up) else None
-        return (overwrites or getattr(prequal, op))(gate, up, *more)
+        in_place = getattr(prequal, op + "_", None)
+        if in_place is None or not _is_nobodys(projection, gate, up):
+            return getattr(prequal, op)(gate, up, *more, exact_rounding=exact_rounding)
+        in_place(gate, up, *more, exact_rounding=exact_rounding)
+        return gate
 
     return prequal_gated
 
@@ -117,19 +120,19 @@ def _is_nobodys(projection: nn.Module, gate: Tensor, up: Tensor) -> bool:
     )
 
 
-def rotary(original: Forward) -> Forward:
+def rotary(original: Forward, exact_rounding: bool) -> Forward:
     """In the place of `apply_rotary_pos_emb`."""
 
     def prequal_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         as_expected = q.dim() == k.dim() == 4 and cos.dim() == sin.dim() == 3 and not (args or kwargs)
         if not (as_expected and alike(q, k, cos, sin)):
             return original(q, k, cos, sin, *args, **kwargs)
-        return rope(q, k, cos, sin)
+        return rope(q, k, cos, sin, exact_rounding)
 
     return prequal_rotary
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, exact_rounding: bool) -> tuple[Tensor, Tensor]:
     """From the layout of transformers to the op's and back.
 
     Args:
@@ -138,9 +141,12 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
     """
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     if cos.shape[0] == 1:  # every sequence has the same positions
-        q, k = prequal.rope(q, k, cos[0], sin[0])
-    else:
-        q, k = prequal.rope(q, k, cos, sin)
+        q, k = prequal.rope(q, k, cos[0], sin[0], exact_rounding=exact_rounding)
+    else:  # a row of the tables for every token of every sequence
+        rows = q.shape[:2]
+        q, k, cos, sin = (x.flatten(0, 1) for x in (q, k, cos, sin))
+        q, k = prequal.rope(q, k, cos, sin, exact_rounding=exact_rounding)
+        q, k = q.unflatten(0, rows), k.unflatten(0, rows)
     return q.transpose(1, 2), k.transpose(1, 2)
 
 

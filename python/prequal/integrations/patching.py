@@ -98,11 +98,11 @@ def _rewritten_forward(cls: Any, recipe: Recipe) -> Callable[..., Any]:
         helpers[f"prequal_add_norm_{name}"] = forwards.add_norm(norm_form(norm), known, recipe.exact_rounding)
     if recipe.steps.gated:
         assert recipe.activation is not None
-        helpers["prequal_gated"] = forwards.gated(recipe.kind, recipe.activation)
+        helpers["prequal_gated"] = forwards.gated(recipe.kind, recipe.activation, recipe.exact_rounding)
     if recipe.steps.rotates:
         original = innermost(cls.forward).__globals__[ROTARY]  # type: ignore[attr-defined]
         check_rotation(original)
-        helpers["prequal_rotary"] = forwards.rotary(original)
+        helpers["prequal_rotary"] = forwards.rotary(original, recipe.exact_rounding)
     return rewritten(cls, recipe.steps, helpers)
 
 
@@ -194,7 +194,7 @@ def _plan(module: nn.Module, wanted: frozenset[str], exact_rounding: bool) -> _P
     if cls.__module__.partition(".")[0] == "torch":
         return _left(cls)
     if reason := _why_untouchable(module):
-        return _left(cls, reason)
+        return _left(type(module), reason)  # as it is, patched or not
     if "Norm" in cls.__name__:
         return _plan_norm(module, cls, wanted, exact_rounding)
     if "RotaryEmbedding" in cls.__name__:
@@ -254,13 +254,9 @@ def _plan_steps(module: Any, cls: type, wanted: frozenset[str], exact_rounding: 
         norm = getattr(module, name, None)
         norm_class = original_class(type(norm))
         try:
-            form = norm_form(norm_class)
-            _check_norm(norm, form)
+            _check_norm(norm, norm_form(norm_class))
         except Unrecognised as error:
             reasons.append(f"{name}: {error}")
-            continue
-        if exact_rounding and form.rounds_once:  # the op's exact rounding is that of Llama's code
-            reasons.append(f"{name}: fused, it would not keep every rounding of this norm's code")
             continue
         if "fused_add_rms_norm" in ops or take("fused_add_rms_norm"):
             norms[name] = norm_class
@@ -315,7 +311,7 @@ def patch(
     Args:
         model: anything with such modules in it: a model, one layer, DataParallel of a model.
         ops: which of rms_norm, fused_add_rms_norm, swiglu, geglu, rope; default: all of them.
-        exact_rounding: keep the roundings of norms and adds that the model's code has: its bits, for less accuracy.
+        exact_rounding: keep the roundings between steps that the model's code has: its bits, for less accuracy.
         verbose: print the report.
 
     Returns:
