@@ -33,6 +33,7 @@ from prequal.bench.stats import Spread
 try:
     import transformers
     from transformers import LlamaConfig
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 except ImportError as error:
     raise SystemExit(f"llama_block.py needs transformers: pip install transformers ({error})") from error
@@ -57,6 +58,7 @@ VARIANTS = {
     "compiled": "torch.compile",
     "patched-compiled": "prequal.patch, then torch.compile",
 }
+FLOOR = "its GEMMs and attention alone"
 # What the eager layer dispatches for each op, and nothing else in it does
 STANDS_FOR = {
     ("rms_norm", "fused_add_rms_norm"): ("aten::pow", "aten::mean", "aten::rsqrt"),
@@ -184,6 +186,29 @@ class Bench:
 
         return call
 
+    def floor(self) -> Callable[[], Any]:
+        """The layer's matrix products and its attention, one after the other: what no op of prequal's makes faster."""
+        layer = self.make("eager").layer
+        attention, mlp, config = layer.self_attn, layer.mlp, self.config
+        batch, tokens = self.x.shape[:2]
+        inner = torch.randn(batch, tokens, config.intermediate_size, device=self.device).to(self.dtype)
+        heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
+        q, k, v = (
+            torch.randn(batch, tokens, n, attention.head_dim, device=self.device).to(self.dtype).transpose(1, 2)
+            for n in heads
+        )
+
+        def call() -> None:
+            with torch.no_grad():
+                for product in (attention.q_proj, attention.k_proj, attention.v_proj):
+                    product(self.x)
+                sdpa_attention_forward(attention, q, k, v, None, dropout=0.0, scaling=attention.scaling)
+                for product in (attention.o_proj, mlp.gate_proj, mlp.up_proj):
+                    product(self.x)
+                mlp.down_proj(inner)
+
+        return call
+
 
 # ---- right first -----------------------------------------------------------------------------------------------------
 
@@ -292,8 +317,9 @@ def table(kind: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
         times = f"{eager / device['median']:.2f}" if eager else "–"
         quartiles = f"{device['q1'] / 1e3:.3f}–{device['q3'] / 1e3:.3f}"
         memory = "–" if peak is None else f"{peak / 1e6:.0f}"
+        label = VARIANTS.get(name, FLOOR)
         lines.append(
-            f"  {VARIANTS[name]:<34}{device['median'] / 1e3:>10.3f}{quartiles:>18}{wall['median'] / 1e3:>12.3f}"
+            f"  {label:<34}{device['median'] / 1e3:>10.3f}{quartiles:>18}{wall['median'] / 1e3:>12.3f}"
             f"{times:>9}{memory:>9}"
         )
     return "\n".join(lines)
@@ -316,6 +342,11 @@ def plot(path: pathlib.Path, result: Mapping[str, Any]) -> None:
     for axis, (title, value) in zip(axes, panels, strict=True):
         for place, kind in enumerate(kinds):
             names = [name for name in VARIANTS if name in result[kind]]
+            if axis is axes[0] and "floor" in result[kind]:
+                low = value(result[kind]["floor"])
+                axis.hlines(
+                    low, place - 0.42, place + 0.42, colors="#222222", linestyles="dashed", label=FLOOR, zorder=3
+                )
             for i, name in enumerate(names):
                 height = value(result[kind][name])
                 if height is None:
@@ -430,7 +461,10 @@ def main(argv: list[str] | None = None) -> int:
     for kind, make in (("forward", bench.forward), ("step", bench.step)):
         if right:
             progress(f"timing: {kind}")
-            result[kind] = timed(device, {name: make(block) for name, block in right.items()}, args.rounds, args.runs)
+            calls = {name: make(block) for name, block in right.items()}
+            if kind == "forward":
+                calls["floor"] = bench.floor()
+            result[kind] = timed(device, calls, args.rounds, args.runs)
             print(f"\n{table('training step' if kind == 'step' else kind, result[kind])}")
 
     failed = [name for name, row in answers.items() if row["wrong"]]
