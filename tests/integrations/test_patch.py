@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.models.llama import modeling_llama as llama  # noqa: E402
 
-from prequal.integrations import patching, recognise  # noqa: E402
+from prequal.integrations import forwards, patching, recognise  # noqa: E402
 
 SIZES = {
     "vocab_size": 64,
@@ -100,6 +100,12 @@ def calls() -> dict[str, int]:
         op: sum(row["fast"] + sum(row["reference"].values()) for row in devices.values())
         for op, devices in prequal.stats().items()
     }
+
+
+def needs(op: str) -> set[str]:
+    """That calls of the op did not meet, of the patch's own."""
+    found = {reason.rpartition(":")[2] for row in prequal.stats().get(op, {}).values() for reason in row["reference"]}
+    return found & set(forwards.NEEDS)
 
 
 def expected_ops(family: str) -> dict[str, int]:
@@ -227,7 +233,10 @@ def test_autocast_goes_the_way_that_torch_promotes():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         before = with_gradients(model)
         quietly(model)
+        prequal.reset_stats()
         after = with_gradients(model)
+    assert needs("fused_add_rms_norm") == needs("rope") == {"alike"}
+    assert needs("swiglu") == set()
     for name, value in before.items():
         assert after[name].dtype == value.dtype
         assert distance(after[name], value) < 0.05, name
@@ -240,12 +249,13 @@ def test_a_tensor_subclass_goes_the_way_that_it_has_rules_for():
     model = make()
     quietly(model)
     x = torch.randn(1, 5, 64)
-    for module in (model.model.norm, model.model.layers[0].mlp):
+    for op, module in (("rms_norm", model.model.norm), ("swiglu", model.model.layers[0].mlp)):
         want = module(x)
         prequal.reset_stats()
         got = module(x.as_subclass(Own))
         assert type(got) is Own
-        assert calls() == {}
+        assert calls() == {op: 1}
+        assert needs(op) == {"alike"}
         torch.testing.assert_close(got.as_subclass(torch.Tensor), want)
 
 
@@ -258,7 +268,8 @@ def test_a_norm_with_wider_weights_promotes_as_before():
     prequal.reset_stats()
     assert norm(x).dtype == before.dtype == torch.float32
     assert torch.equal(norm(x), before)
-    assert calls() == {}
+    assert calls() == {"rms_norm": 2}
+    assert needs("rms_norm") == {"alike"}
 
 
 def test_heads_that_attention_has_transposed_are_normalised_without_a_copy():
@@ -498,8 +509,10 @@ def test_hooks_of_every_module_see_what_they_saw():
     logits(model)
     want, seen[:] = list(seen), []
     quietly(model)
+    prequal.reset_stats()
     logits(model)
     assert sorted(seen) == sorted(want)
+    assert needs("fused_add_rms_norm") == needs("swiglu") == {"bare"}
 
 
 def test_a_hook_may_change_what_the_fused_norm_returns():
@@ -568,7 +581,9 @@ def test_a_norm_that_is_exchanged_later_is_called_and_not_guessed():
     for model in (plain, patched):
         model.model.layers[0].post_attention_layernorm = Doubling()
         model.model.layers[1].mlp.act_fn = nn.Tanh()
+    prequal.reset_stats()
     torch.testing.assert_close(logits(patched), logits(plain))
+    assert needs("fused_add_rms_norm") == needs("swiglu") == {"same_module"}
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
@@ -579,6 +594,17 @@ def test_strict_mode_reaches_into_a_patched_model():
     quietly(model)
     with prequal.strict(), pytest.raises(prequal.FallbackError, match="rms_norm on cpu"):
         logits(model)
+
+
+def test_another_layout_is_turned_by_the_models_own_code_and_counted():
+    helper = forwards.rotary(llama.apply_rotary_pos_emb, False)
+    q, k, table = torch.randn(2, 7, 4, 16), torch.randn(2, 7, 2, 16), torch.randn(1, 7, 16)
+    got = helper(q, k, table, table, unsqueeze_dim=2)
+    for a, b in zip(got, llama.apply_rotary_pos_emb(q, k, table, table, unsqueeze_dim=2), strict=True):
+        assert torch.equal(a, b)
+    assert needs("rope") == {"layout"}
+    with prequal.strict(), pytest.raises(prequal.FallbackError, match="unsupported_input:layout"):
+        helper(q, k, table, table, unsqueeze_dim=2)
 
 
 def test_a_disabled_op_answers_by_its_reference_and_is_counted():

@@ -1,6 +1,7 @@
-"""What patched modules run. What a call shows to be another case than the op's goes the way that it went before.
+"""What patched modules run.
 
-Whether the fast path or the reference answers is the op's own business, here as everywhere.
+Whether the fast path or the reference answers is the op's own business, here as everywhere. A call that is another case
+than the op's goes the way that it went before the patch; it is counted as the op's, with what it did not meet.
 """
 
 from __future__ import annotations
@@ -13,10 +14,30 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
 import prequal
+from prequal.registry import OPS
+from prequal.runtime.reasons import unsupported
 
 from .recognise import NormForm
 
 Forward = Callable[..., Any]
+
+# Needs of a patched module's calls, besides those of the op itself
+ALIKE, BARE, SAME, LAYOUT = "alike", "bare", "same_module", "layout"
+NEEDS = {
+    ALIKE: "operands of one dtype, shape and device, and no subclass of Tensor: torch promotes, or has other rules",
+    BARE: "no hooks on the norm or the activation, and no forward on its instance: a fused call would pass them by",
+    SAME: "the norm or the activation that was there when the model was patched",
+    LAYOUT: "q and k of [batch, heads, tokens, D] and tables of [batch, tokens, D]",
+}
+
+
+def detoured(op: str, x: Tensor, need: str) -> None:
+    """Count a call that goes the way it went before; in strict mode that is an error.
+
+    Not under torch.compile, where nothing is slow that goes another way.
+    """
+    if not torch.compiler.is_compiling():
+        OPS[op].count_fallback((x,), unsupported(need), f"prequal.patch needs {NEEDS[need]}")
 
 
 def is_bare(module: nn.Module) -> bool:
@@ -47,6 +68,7 @@ def norm(form: NormForm, original: Forward, exact_rounding: bool) -> Forward:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if not alike(x, *_of_one_dtype(form, self)):
+            detoured("rms_norm", x, ALIKE)
             return original(self, x)
         eps = getattr(self, form.eps)
         # On q as attention wants it, [batch, heads, tokens, D], the rows lie as [batch, tokens, heads, D].
@@ -72,18 +94,24 @@ def add_norm(form: NormForm, known: tuple[type, ...], exact_rounding: bool) -> F
     """(norm(residual + x), residual + x); `known`: the classes for which the op says what the norm computes."""
 
     def prequal_add_norm(module: Any, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        is_known = type(module) in known and is_bare(module) and x.shape == residual.shape
-        if not (is_known and alike(x, residual, *_of_one_dtype(form, module))):
-            total = residual + x
-            return module(total), total
-        return prequal.fused_add_rms_norm(
-            x,
-            residual,
-            module.weight,
-            getattr(module, form.eps),
-            weight_offset=form.offset,
-            exact_rounding=exact_rounding and not form.rounds_once,
-        )
+        if type(module) not in known:
+            need = SAME
+        elif not is_bare(module):
+            need = BARE
+        elif not (alike(x, residual, *_of_one_dtype(form, module)) and x.shape == residual.shape):
+            need = ALIKE
+        else:
+            return prequal.fused_add_rms_norm(
+                x,
+                residual,
+                module.weight,
+                getattr(module, form.eps),
+                weight_offset=form.offset,
+                exact_rounding=exact_rounding and not form.rounds_once,
+            )
+        detoured("fused_add_rms_norm", x, need)
+        total = residual + x
+        return module(total), total
 
     return prequal_add_norm
 
@@ -93,8 +121,15 @@ def gated(kind: str, known: type[nn.Module], exact_rounding: bool) -> Forward:
     op, *more = kind.split()  # "geglu tanh" is geglu(gate, up, "tanh")
 
     def prequal_gated(activation: nn.Module, projection: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
-        is_known = type(activation) is known and is_bare(activation) and gate.shape == up.shape
-        if not (is_known and alike(gate, up)):
+        need = None
+        if type(activation) is not known:
+            need = SAME
+        elif not is_bare(activation):
+            need = BARE
+        elif not (alike(gate, up) and gate.shape == up.shape):
+            need = ALIKE
+        if need is not None:
+            detoured(op, gate, need)
             return activation(gate) * up
         in_place = getattr(prequal, op + "_", None)
         if in_place is None or not _is_nobodys(projection, gate, up):
@@ -124,8 +159,9 @@ def rotary(original: Forward, exact_rounding: bool) -> Forward:
     """In the place of `apply_rotary_pos_emb`."""
 
     def prequal_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        as_expected = q.dim() == k.dim() == 4 and cos.dim() == sin.dim() == 3 and not (args or kwargs)
-        if not (as_expected and alike(q, k, cos, sin)):
+        has_layout = q.dim() == k.dim() == 4 and cos.dim() == sin.dim() == 3 and not (args or kwargs)
+        if not (has_layout and alike(q, k, cos, sin)):
+            detoured("rope", q, ALIKE if has_layout else LAYOUT)
             return original(q, k, cos, sin, *args, **kwargs)
         return rope(q, k, cos, sin, exact_rounding)
 
