@@ -25,12 +25,16 @@ _LATER = {
     "Report": "runtime.qualify",
     "TensorSpec": "runtime.qualify",
     "metrics": "runtime.metrics",
+    "patch": "integrations.patching",
+    "unpatch": "integrations.patching",
     "verify_replacement": "bench.replacement",
 }
 _cause = None
 
 if TYPE_CHECKING:
     from .bench.replacement import verify_replacement as verify_replacement
+    from .integrations import patch as patch
+    from .integrations import unpatch as unpatch
     from .point_index import KnnIndex as KnnIndex
     from .runtime import metrics as metrics
     from .runtime.lock import LockStatus as LockStatus
