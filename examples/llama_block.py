@@ -414,7 +414,8 @@ def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     on_gpu = args.device != "cpu"
     if on_gpu:
-        torch.cuda.set_device(args.device)
+        chosen = torch.device(args.device)
+        torch.cuda.set_device(torch.cuda.current_device() if chosen.index is None else chosen)
     device: Any = Cuda() if on_gpu else Host()
     what = f"{args.batch} × {args.tokens} tokens, hidden {args.hidden}, {args.dtype}, {device.name}"
     progress(f"building the block: {what}")
