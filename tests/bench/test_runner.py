@@ -14,6 +14,7 @@ from prequal.bench.runner import ROUNDS, Options, floor_us, measure, rotated, ru
 from prequal.errors import UnknownOpError
 from prequal.registry import OPS
 
+lists.shape_lists()  # costs are declared beside the shapes
 OP = OPS["rms_norm"]
 
 
