@@ -343,7 +343,7 @@ void start_gradient_interleaved(const Context& context, const Rows<const T>& gra
   }
 }
 
-// ---- the four launchers of an activation -----------------------------------------------------------------------------
+// ---- the four launchers of an activation ---------------------------------------------------------------------------
 //
 // activation(body): body.operator()<Act>() with Act<true> or Act<false>; a template over speed, as halves take the fast
 // one.

@@ -107,16 +107,25 @@ __device__ __forceinline__ float squares(const Packet<T>& x, float mean, int col
 // Resident blocks decide: rms_norm of bf16 [16384, 4096] took 69.7 us at no more than 40 registers (6 blocks of 256
 // threads on an SM of sm_90), 77.8 at 48, 72.6 at 32; a persistent grid that holds the weight and fetches the next row
 // ahead, 73.5 at best. A block of 1024 may have 64, in which 4 items of a ragged row or of layer norm's find no room.
+// Layer norm's ragged rows have none for 4 items at all, and for 2 only where no second block must fit. A warp's rows come
+// 4 to a block, and a cluster's 4 items are for blocks of any size.
 template <Kind kind, int Items, bool Ragged>
-inline constexpr int most_threads = Items == 2 || Ragged || kind == Kind::layer ? 512 : 1024;
-template <int Items, bool Ragged>
-inline constexpr int least_blocks = Items != 2 ? 1
-                                    : Ragged   ? 2
-                                               : 3;
+constexpr int most_threads(RowKind team) {
+  if (team == RowKind::warp) return 128;
+  if (Items == 2) return 512;
+  if (team == RowKind::cluster) return 1024;
+  if (Ragged && kind == Kind::layer) return 256;
+  return Ragged || kind == Kind::layer ? 512 : 1024;
+}
+template <Kind kind, int Items, bool Ragged>
+constexpr int least_blocks(RowKind team) {
+  if (team == RowKind::warp || Items != 2) return 1;
+  return !Ragged ? 3 : kind == Kind::rms ? 2 : 1;
+}
 
 template <Kind kind, bool Add, class T, bool Ragged, int Items, class Team>
-__global__ void __launch_bounds__(most_threads<kind, Items, Ragged>, least_blocks<Items, Ragged>)
-    held_rows(const Forward<T> a) {
+__global__ void __launch_bounds__((most_threads<kind, Items, Ragged>(Team::kind)),
+                                  (least_blocks<kind, Items, Ragged>(Team::kind))) held_rows(const Forward<T> a) {
   constexpr int N = widest<T>;
   __shared__ typename Team::Shared shared;
   Team team(shared);
@@ -126,15 +135,19 @@ __global__ void __launch_bounds__(most_threads<kind, Items, Ragged>, least_block
 #pragma unroll
     for (int item = 0; item < Items; ++item) held[item] = load_packet<Ragged>(a.x.row(row), column(item), a.width);
     if constexpr (Add) {
-      Packet<T> other[Items];
+      constexpr int at_once = Items < 2 ? Items : 2;  // 4 would not leave 64 registers for the shifts of a ragged row
 #pragma unroll
-      for (int item = 0; item < Items; ++item) {
-        other[item] = load_packet<Ragged>(a.other.row(row), column(item), a.width);
-      }
+      for (int first = 0; first < Items; first += at_once) {
+        Packet<T> other[at_once];
 #pragma unroll
-      for (int item = 0; item < Items; ++item) {
-        held[item] = added<T>(held[item], other[item]);
-        store_packet<Ragged>(a.sum.row(row), column(item), a.width, held[item]);
+        for (int i = 0; i < at_once; ++i) {
+          other[i] = load_packet<Ragged>(a.other.row(row), column(first + i), a.width);
+        }
+#pragma unroll
+        for (int i = 0; i < at_once; ++i) {
+          held[first + i] = added<T>(held[first + i], other[i]);
+          store_packet<Ragged>(a.sum.row(row), column(first + i), a.width, held[first + i]);
+        }
       }
     }
 
@@ -217,7 +230,7 @@ inline dim3 grid_of(int64_t blocks, int multiple = 1) {
 template <Kind kind, bool Add, class T, bool Ragged>
 void run(const Context& context, const Forward<T>& a) {
   const bool clusters = has_clusters<held_rows<kind, Add, T, Ragged, 2, ClusterTeam<1>>>(context);
-  const RowPlan plan = row_plan(a.width, widest<T>, clusters, most_threads<kind, 4, Ragged>);
+  const RowPlan plan = row_plan(a.width, widest<T>, clusters, most_threads<kind, 4, Ragged>(RowKind::block));
   const auto start = [&]<auto kernel>() {
     launch<kernel>(context, grid_of((a.rows + plan.rows - 1) / plan.rows), dim3(plan.threads), a);
   };

@@ -33,7 +33,7 @@ constexpr RowPlan row_plan(int64_t width, int vec, bool clusters, int most) {
   if (accesses <= 32 * 4) return {RowKind::warp, accesses <= 32 ? 1 : accesses <= 2 * 32 ? 2 : 4, 128, 4, 1};
   // 2 accesses a thread until the block would pass 512 threads
   if (accesses <= 512 * 2) return {RowKind::block, 2, whole_warps(split(2)), 1, 1};
-  if (accesses <= 512 * 4 || (!clusters && accesses <= most * 4)) {
+  if (accesses <= (clusters && most > 512 ? 512 : most) * 4) {
     return {RowKind::block, 4, whole_warps(split(4)), 1, 1};
   }
   if (clusters && accesses <= largest_cluster * 1024 * 4) {

@@ -12,6 +12,7 @@ namespace prequal {
 template <int Sums>
 class WarpTeam {
  public:
+  static constexpr RowKind kind = RowKind::warp;
   struct Shared {};
   __device__ explicit WarpTeam(Shared&) {}
 
@@ -31,6 +32,7 @@ class WarpTeam {
 template <int Sums>
 class BlockTeam {
  public:
+  static constexpr RowKind kind = RowKind::block;
   struct Shared {
     float at[2][Sums][32];  // two turns: the next sum may begin before every thread has read this one
   };
@@ -123,6 +125,7 @@ __device__ __forceinline__ void store_to(int rank, float* mine, float value) {
 template <int Sums>
 class ClusterTeam {
  public:
+  static constexpr RowKind kind = RowKind::cluster;
   struct Shared {
     float at[2][Sums][largest_cluster * 32];  // of every warp of every block
   };

@@ -1,5 +1,5 @@
-// sum = x + residual, y = rms_norm(sum) over the last dimension.   x, residual [..., H] -> y, sum [..., H], weight [H] or none
-// A warp, a block or a cluster owns a row, held in registers (norm.cuh). In place each element is written by who read it.
+// sum = x + residual, y = rms_norm(sum), last dimension.   x, residual [..., H] -> y, sum [..., H], weight [H] or none
+// A warp, a block or a cluster owns a row, held in registers (norm.cuh). In place who read an element writes it.
 // Bytes: 4 numel sizeof(T) + H sizeof(weight). Backward is rms_norm_backward of the sum.
 // Numerics: the sum is rounded once, as it is returned, and y is the norm of that; else as rms_norm.
 #include <optional>

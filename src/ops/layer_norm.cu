@@ -1,5 +1,5 @@
-// y = (x - mean) * rsqrt(var + eps) * weight + bias over the last dimension.   x [..., H] -> y [..., H], parameters [H] or none
-// A warp, a block or a cluster owns a row, held in registers (norm.cuh). Backward: dx; dweight, dbias by row, then by team.
+// y = (x - mean) * rsqrt(var + eps) * weight + bias, last dimension.   x [..., H] -> y [..., H], weight, bias [H]
+// A warp, a block or a cluster owns a row, held in registers (norm.cuh). Backward: parameters by row, then team.
 // Bytes: 2 numel sizeof(T) + H (sizeof(weight) + sizeof(bias)); backward 3 numel sizeof(T), and the sums of the teams.
 // Numerics: fp32 from the load to the one rounding at the store; the variance is a sum of squares about the mean.
 #include <optional>

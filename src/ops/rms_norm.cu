@@ -1,5 +1,5 @@
-// y = x * rsqrt(mean(x^2) + eps) * (weight + offset) over the last dimension.   x [..., H] -> y [..., H], weight [H] or none
-// A warp, a block or a cluster owns a row, held in registers (norm.cuh). Backward: dx; dweight is summed by row, then by team.
+// y = x * rsqrt(mean(x^2) + eps) * (weight + offset), last dimension.   x [..., H] -> y [..., H], weight [H] or none
+// A warp, a block or a cluster owns a row, held in registers (norm.cuh). Backward: dweight by row, then by team.
 // Bytes: 2 numel sizeof(T) + H sizeof(weight); backward 3 numel sizeof(T), 4 with `added`, and the sums of the teams.
 // Numerics: fp32 from the load to the one rounding at the store, to two with exact_rounding; sums in a fixed order.
 #include <optional>

@@ -1,5 +1,5 @@
-// (a, b) -> (a cos - b sin, b cos + a sin) for each pair.   q [(B,) T, Hq, D], k [(B,) T, Hk, D], tables [S, R / 2] or [S, R]
-// A block owns a token; a thread a place (16 bytes, half layout: and the partners) of every so many heads, and its cos and sin.
+// (a, b) -> (a cos - b sin, b cos + a sin) for each pair.   q [(B,) T, Hq, D], k [(B,) T, Hk, D], tables [S, R / 2]
+// A block owns a token; a thread a place (16 bytes; half layout: and their partners) of every so many heads.
 // Bytes: 2 (numel(q) + numel(k)) sizeof(T), in place of the rotated part alone; the tables once a token.
 // Numerics: fp32 from the load to the store. exact_rounding: the products are rounded to T before their sum.
 #include <algorithm>
@@ -77,7 +77,7 @@ struct Rotation {
   int64_t tokens;  // a batch
   int64_t total;   // tokens of all batches
   int rotary, dim;
-  bool inverse, exact;
+  bool inverse, exact, in_place;
 };
 
 template <class T>
@@ -87,19 +87,27 @@ __device__ __forceinline__ int64_t position_of(const Rotation<T>& a, int64_t bat
   return a.wide_positions ? static_cast<const int64_t*>(a.positions)[at] : static_cast<const int32_t*>(a.positions)[at];
 }
 
+// As one access of 16 bytes, or, where heads do not begin at those, one by one.
 template <class T, int N>
 __device__ __forceinline__ void load_values(const T* from, float (&value)[N]) {
-  const Vec<T, N> packed = load<N>(from);
+  if constexpr (N == widest<T>) {
+    const Packet<T> packet = load_packet<false>(from, 0, N);
 #pragma unroll
-  for (int i = 0; i < N; ++i) value[i] = to_float(packed.at[i]);
+    for (int i = 0; i < N; ++i) value[i] = packet[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) value[i] = to_float(from[i]);
+  }
 }
 
 template <class T, int N>
 __device__ __forceinline__ void store_values(T* to, const float (&value)[N]) {
-  Vec<T, N> packed;
+  if constexpr (N == widest<T>) {
+    store_packet<false>(to, 0, N, pack<T>(value));
+  } else {
 #pragma unroll
-  for (int i = 0; i < N; ++i) packed.at[i] = from_float<T>(value[i]);
-  store(to, packed);
+    for (int i = 0; i < N; ++i) to[i] = from_float<T>(value[i]);
+  }
 }
 
 template <class T>
@@ -168,7 +176,7 @@ __global__ void __launch_bounds__(1024, 1) rotate_tokens(const Rotation<T> a, in
     }
 
     // what is not rotated, where it is not there already
-    if (a.q.from == a.q.to || a.rotary == a.dim) continue;
+    if (a.in_place || a.rotary == a.dim) continue;
     const int rest = a.dim - a.rotary;
     for (int i = threadIdx.x; i < heads * rest; i += blockDim.x) {
       const int head = i / rest, column = a.rotary + i % rest;
@@ -280,7 +288,7 @@ Table<T> table_of(const Tensor& table, DType dtype) {
 template <class Out>
 void rotate_all(const Context& context, const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                 const std::optional<Tensor>& positions, bool interleaved, const std::optional<int64_t>& rotary_dim,
-                bool inverse, bool exact, Out&& out) {
+                bool inverse, bool exact, bool in_place, Out&& out) {
   const Call call = check(q, k, cos, sin, positions, rotary_dim);
   dispatch(q.dtype, Floats{}, [&]<class T>() {
     Rotation<T> a{};
@@ -303,7 +311,7 @@ void rotate_all(const Context& context, const Tensor& q, const Tensor& k, const 
       a.position_batch = positions->rank == 2 ? positions->stride[0] : 0;
     }
     const int heads = a.q.count + a.k.count;
-    const bool in_place = a.q.from == a.q.to && a.k.from == a.k.to;
+    a.in_place = in_place;
     if (a.total == 0 || heads == 0 || a.dim == 0 || (in_place && a.rotary == 0)) return;
 
     constexpr int vec = widest<T>;
@@ -331,7 +339,7 @@ std::tuple<Buffer, Buffer> rope(const Context& context, const Tensor& q /*[(B,) 
                                 bool interleaved, const std::optional<int64_t>& rotary_dim, bool inverse,
                                 bool exact_rounding) {
   std::optional<Buffer> new_q, new_k;
-  rotate_all(context, q, k, cos, sin, positions, interleaved, rotary_dim, inverse, exact_rounding, [&] {
+  rotate_all(context, q, k, cos, sin, positions, interleaved, rotary_dim, inverse, exact_rounding, false, [&] {
     new_q.emplace(context.empty_like(q));
     new_k.emplace(context.empty_like(k));
     return std::pair(new_q->view(), new_k->view());
@@ -343,7 +351,7 @@ void rope_(const Context& context, const Tensor& q /*[(B,) T, Hq, D], rotated*/,
            const Tensor& k /*[(B,) T, Hk, D], rotated*/, const Tensor& cos /*[S, R/2] or [S, R]*/,
            const Tensor& sin /*like cos*/, const std::optional<Tensor>& positions /*[(B,) T]*/, bool interleaved,
            const std::optional<int64_t>& rotary_dim, bool inverse, bool exact_rounding) {
-  rotate_all(context, q, k, cos, sin, positions, interleaved, rotary_dim, inverse, exact_rounding, [&] {
+  rotate_all(context, q, k, cos, sin, positions, interleaved, rotary_dim, inverse, exact_rounding, true, [&] {
     bool apart = is_apart(q) && is_apart(k) && are_apart(q, k);
     for (const Tensor* x : {&q, &k}) {
       apart = apart && are_apart(*x, cos) && are_apart(*x, sin) && (!positions || are_apart(*x, *positions));

@@ -14,6 +14,7 @@ from prequal.bench.runner import ROUNDS, Options, bound_call, floor_us, measure,
 from prequal.errors import UnknownOpError
 from prequal.registry import OPS
 
+lists.shape_lists()  # costs are declared beside the shapes
 OP = OPS["rms_norm"]
 
 
