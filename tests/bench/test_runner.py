@@ -224,7 +224,13 @@ def test_an_op_without_a_shape_list_is_measured_on_its_quick_sample(clock, gpu):
 
 
 def test_ops_are_chosen_by_name_and_by_basename():
-    assert [op.name for op in lists.chosen_ops(["knn"])] == ["knn", "knn_gather", "knn_interpolate", "radius"]
+    assert [op.name for op in lists.chosen_ops(["knn"])] == [
+        "knn",
+        "knn_gather",
+        "knn_interpolate",
+        "radius",
+        "knn_index",
+    ]
     assert [op.name for op in lists.chosen_ops(["knn_gather"])] == ["knn_gather"]
     assert lists.chosen_ops(None) == list(OPS.values())
     with pytest.raises(UnknownOpError, match="did you mean rms_norm"):

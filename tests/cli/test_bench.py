@@ -13,7 +13,7 @@ from prequal.bench.device import Host
 from prequal.cli import bench, main
 from prequal.registry import OPS
 
-KNN_OPS = sum(op.basename == "knn" for op in OPS.values())
+KNN_OPS, NORM_OPS = (sum(op.basename == name for op in OPS.values()) for name in ("knn", "rms_norm"))
 sys.path[:0] = [str(pathlib.Path(__file__).resolve().parent.parent / "bench")]  # making_evidence
 
 

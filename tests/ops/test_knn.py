@@ -20,17 +20,6 @@ from prequal.ops.knn import KINDS, SEGMENTS, cloud, offsets, ragged, squared_rad
 from prequal.registry import Cost
 
 
-@pytest.fixture(autouse=True)
-def an_index_of_nothing(monkeypatch):
-    """The reference looks at no index, so that any bytes will do where no `knn_index` is."""
-
-    def made(references, *, reference_ptr=None):
-        return torch.empty(0, dtype=torch.uint8, device=references.device)
-
-    if not hasattr(prequal, "knn_index"):
-        monkeypatch.setattr(prequal, "knn_index", made, raising=False)
-
-
 def brute(queries, references, k, limit=np.inf, dtype=np.float32):
     """(dist2, idx) in plain NumPy, ties to the lower index; none further than limit, a squared distance."""
     q, r = queries.astype(dtype), references.astype(dtype)
