@@ -137,8 +137,9 @@ __device__ __forceinline__ void keep_packed(Packet<T> (&packets)[Items]) {
 // Constant: not written during the kernel, so that the compiler may move the load across stores.
 template <bool Constant>
 __device__ __forceinline__ Word load_word(const Word* from) {
-  if constexpr (Constant) return bits_as<Word>(__ldg(reinterpret_cast<const uint4*>(from)));
-  return bits_as<Word>(*reinterpret_cast<const uint4*>(from));
+  // by value: memcpy out of the memory itself knows nothing of its alignment, and becomes sixteen loads of a byte
+  const uint4 word = Constant ? __ldg(reinterpret_cast<const uint4*>(from)) : *reinterpret_cast<const uint4*>(from);
+  return {{word.x, word.y, word.z, word.w}};
 }
 
 // Ragged: any address, any width. Else the row and its width are made of whole words, and a column is one's first.

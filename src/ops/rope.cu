@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(1024, 1) rotate_tokens(const Rotation<T> a, in
 
     float cos[pairs], sin[pairs];
     const int64_t position = position_of(a, batch, token);
-    if (position >= 0 && position < a.table_rows) {
+    if (a.rotary > 0 && position >= 0 && position < a.table_rows) {  // tables of nothing have no memory
       a.cos.get(cos, position, place * pairs);
       a.sin.get(sin, position, place * pairs);
     } else {
