@@ -1,15 +1,16 @@
 #!/bin/bash
 # The GPU lane, on any machine with an NVIDIA GPU and PyTorch: install, doctor, GPU tests, sanitizer, benchmark, evidence.
 #
-#   ci/gpu_lane.sh [--wheel FILE] [--out DIR] [--archs "90"] [--ptx 80] [--steps test,sanitize,demo,qualify,bench] [--quick] [--ops knn,rms_norm]
+#   ci/gpu_lane.sh [--wheel FILE] [--out DIR] [--archs "90"] [--ptx 80] [--steps test,sanitize,demo,qualify,bench] [--quick]
+#               [--ops knn,rms_norm] [--shards 4]
 #
 # Without --wheel it builds from source with the machine's own toolkit (CUDACXX, or nvcc on PATH) and the build tools of
 # its Python. --ptx NN builds the test-only variant that runs the code of another architecture on this GPU; never shipped.
-# A step that fails fails the lane, after the others have run.
+# --shards runs the tests in so many processes side by side. A step that fails fails the lane, after the others have run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-wheel="" out="gpu-lane" archs="" ptx="" steps="test,sanitize,demo,qualify,bench" quick="" ops=""
+wheel="" out="gpu-lane" archs="" ptx="" steps="test,sanitize,demo,qualify,bench" quick="" ops="" shards=1
 while [ $# -gt 0 ]; do
   case "$1" in
     --wheel) wheel=$2; shift 2 ;;
@@ -19,6 +20,7 @@ while [ $# -gt 0 ]; do
     --steps) steps=$2; shift 2 ;;
     --quick) quick=--quick; shift ;;
     --ops) ops=$2; shift 2 ;;
+    --shards) shards=$2; shift 2 ;;
     *) echo "gpu_lane.sh: unknown option $1" >&2; exit 2 ;;
   esac
 done
@@ -49,7 +51,19 @@ echo "== doctor"
 tests="not run"
 if wants test; then
   echo "== tests"
-  if "$python" -m pytest -q -p no:cacheprovider -m gpu --ignore packaging . --junitxml "$out/gpu-tests.xml"; then tests=passed; else tests=failed failed+=(test); fi
+  tests=passed pids=()
+  for ((shard = 0; shard < shards; ++shard)); do
+    PREQUAL_TEST_SHARD=$shard/$shards "$python" -m pytest -q -p no:cacheprovider -m gpu --ignore packaging . \
+      > "$out/gpu-tests-$shard.txt" 2>&1 &
+    pids+=($!)
+  done
+  for shard in "${!pids[@]}"; do
+    wait "${pids[$shard]}" || { tests=failed; cat "$out/gpu-tests-$shard.txt"; }
+    tail -n 1 "$out/gpu-tests-$shard.txt"
+  done
+  cat "$out"/gpu-tests-*.txt > "$out/gpu-tests.txt"
+  rm "$out"/gpu-tests-*.txt
+  [ $tests = passed ] || failed+=(test)
 fi
 "$python" - "$tests" > "$out/gpu-tests.json" << 'PY'
 import json, sys, torch
