@@ -88,6 +88,8 @@ def scorecard() -> str:
             cells = [microseconds(x, "device_us") for x in (ours, eager, compiled)]
             cells.append(f"{peer[0]} {microseconds(peer[1], 'device_us')}" if peer else "–")
             lines.append(f"| {name} | {record['gpu']} | {' | '.join(cells)} | {share} | {'; '.join(notes)} |")
+    measured_names = {record["basename"] for record in evidence()}
+    lines += [f"| `{name}` | – | – | – | – | – | – | not measured yet |" for name in now if name not in measured_names]
     return "\n".join(lines)
 
 
