@@ -55,6 +55,11 @@ except (ImportError, ValueError) as _error:
     _cause = _error
 
 
+def __dir__():
+    here = {name for name, value in globals().items() if not isinstance(value, type(sys))}  # the ops, not the modules
+    return sorted(name for name in here | set(_LATER) if not name.startswith("_"))
+
+
 def __getattr__(name):
     if _cause is not None and not name.startswith("__"):
         text = f"prequal could not start ({_cause}); `python -m prequal doctor` says more"

@@ -29,7 +29,8 @@ class KnnIndex:
         reference_ptr: [B + 1], int32 or int64, same device: segments of a ragged batch, as in `prequal.knn`. Every
             query then takes a `query_ptr`.
 
-    Every answer is that of the plain op, bit for bit, and so are its gradients, which flow to `references` too.
+    Every answer is that of the plain op, bit for bit. Gradients are taken as the plain op takes them, and flow to
+    `references` too.
 
     A write to the references (or to reference_ptr) after the build, an optimiser's step for example, makes the index
     stale: the next query raises `StaleIndexError`, which names what moved, and `rebuild()` is the remedy. What is

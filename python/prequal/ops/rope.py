@@ -129,7 +129,8 @@ def rope(
         k: like q, with its own number of heads.
         cos: [rows, rotary_dim / 2], of q's dtype or float32: the cosine of each pair's angle, a row a position.
             [rows, rotary_dim] is taken, too: the doubled table of Hugging Face, ``cat((half, half))``; its first half
-            is read.
+            is read. A table that repeats each column in turn, as models of the interleaved layout have it, is another:
+            give its ``[:, ::2]``.
         sin: like cos.
         positions: the row of the tables for each token, int32 or int64: [tokens] for every batch, or [batch, tokens].
             None: a token's own number in its sequence.

@@ -211,6 +211,11 @@ class Gate:
         return self._policy
 
     def set_policy(self, policy: str) -> None:
+        """What may serve before this worker was qualified: "auto", "strict" or "trust", as PREQUAL_POLICY says it.
+
+        Raises:
+            ValueError: another policy.
+        """
         if policy not in POLICIES:
             raise ValueError(f"policy (PREQUAL_POLICY): expected {', '.join(POLICIES)}, got {policy!r}")
         with self._lock:

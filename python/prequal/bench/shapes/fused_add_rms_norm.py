@@ -69,7 +69,7 @@ def cases() -> Iterator[Case]:
                 op,
                 f"{short(dtype)} [{rows}, {width}]{', in place' if op.endswith('_') else ''}",
                 make,
-                quick=quick and op == "fused_add_rms_norm",
+                quick=quick,
                 others=[Other("torch eager", function, near)],
                 compiled=function,
                 compare_compiled=near,

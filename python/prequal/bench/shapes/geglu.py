@@ -99,7 +99,7 @@ def cases() -> Iterator[Case]:
             compiled=eager,
             compare_compiled=near,
         )
-    for _, (rows, width, dtype) in each(PACKED):
+    for quick, (rows, width, dtype) in each(PACKED):
 
         def make_packed(device: torch.device, rows=rows, width=width, dtype=dtype) -> tuple[Any, ...]:
             return (normal(device, rows, 2 * width, dtype=dtype),)
@@ -108,6 +108,7 @@ def cases() -> Iterator[Case]:
             "geglu_packed",
             f"{short(dtype)} [{rows}, 2 x {width}]",
             make_packed,
+            quick=quick,
             others=[Other("torch eager", eager_packed, near)],
             compiled=eager_packed,
             compare_compiled=near,
@@ -118,7 +119,7 @@ def cases() -> Iterator[Case]:
             make_packed,
             named={"interleaved": True},
         )
-    for _, (rows, width, dtype) in each(SHAPES):
+    for quick, (rows, width, dtype) in each(SHAPES):
 
         def make_gradient(device: torch.device, rows=rows, width=width, dtype=dtype) -> tuple[Any, ...]:
             return tuple(normal(device, rows, width, dtype=dtype, seed=seed) for seed in (1, 2, 3))
@@ -127,11 +128,12 @@ def cases() -> Iterator[Case]:
             "geglu_backward",
             f"{short(dtype)} [{rows}, {width}], backward",
             make_gradient,
+            quick=quick,
             others=[Other("torch eager", by_autograd(eager, split), near_gradient)],
             compiled=prequal.geglu_backward.op.reference,
             compare_compiled=near_gradient,
         )
-    for _, (rows, width, dtype) in each(PACKED):
+    for quick, (rows, width, dtype) in each(PACKED):
 
         def make_packed_gradient(device: torch.device, rows=rows, width=width, dtype=dtype) -> tuple[Any, ...]:
             return normal(device, rows, width, dtype=dtype, seed=1), normal(device, rows, 2 * width, dtype=dtype)
@@ -140,6 +142,7 @@ def cases() -> Iterator[Case]:
             "geglu_packed_backward",
             f"{short(dtype)} [{rows}, 2 x {width}], backward",
             make_packed_gradient,
+            quick=quick,
             others=[Other("torch eager", packed_gradient, near_gradient)],
             compiled=prequal.geglu_packed_backward.op.reference,
             compare_compiled=near_gradient,

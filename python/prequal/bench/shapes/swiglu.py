@@ -92,7 +92,7 @@ def cases() -> Iterator[Case]:
             compiled=eager,
             compare_compiled=near,
         )
-    for _, (rows, width, dtype) in each(PACKED):
+    for quick, (rows, width, dtype) in each(PACKED):
 
         def make_packed(device: torch.device, rows=rows, width=width, dtype=dtype) -> tuple[Any, ...]:
             return (normal(device, rows, 2 * width, dtype=dtype),)
@@ -101,6 +101,7 @@ def cases() -> Iterator[Case]:
             "swiglu_packed",
             f"{short(dtype)} [{rows}, 2 x {width}]",
             make_packed,
+            quick=quick,
             others=[Other("torch eager", eager_packed, near)],
             compiled=eager_packed,
             compare_compiled=near,
@@ -125,7 +126,7 @@ def cases() -> Iterator[Case]:
             compiled=prequal.swiglu_backward.op.reference,
             compare_compiled=near_gradient,
         )
-    for _, (rows, width, dtype) in each(PACKED):
+    for quick, (rows, width, dtype) in each(PACKED):
 
         def make_packed_gradient(device: torch.device, rows=rows, width=width, dtype=dtype) -> tuple[Any, ...]:
             return normal(device, rows, width, dtype=dtype, seed=1), normal(device, rows, 2 * width, dtype=dtype)
@@ -134,6 +135,7 @@ def cases() -> Iterator[Case]:
             "swiglu_packed_backward",
             f"{short(dtype)} [{rows}, 2 x {width}], backward",
             make_packed_gradient,
+            quick=quick,
             others=[Other("torch eager", packed_gradient, near_gradient)],
             compiled=prequal.swiglu_packed_backward.op.reference,
             compare_compiled=near_gradient,
