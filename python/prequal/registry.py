@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -83,13 +83,15 @@ class OpFunction(Protocol):
         of: Sequence[str] | None = None,
         saves: Sequence[str] | None = None,
         keeps: Sequence[int] | None = None,
+        constant: Sequence[str] = (),
     ) -> Callable[..., Any]:
         """Declare the gradient, `function(saved, kept, *grads) -> {argument: grad}`.
 
         `saved` holds arguments by name, and in `saved.wanted` the names whose gradients are asked for; `kept` is a
         list of outputs. Alone or with keywords: `of`, the arguments that it answers for (where another one asks, the
         reference is differentiated; default: all); `saves`, the tensors that it needs (default: all); `keeps`, the
-        numbers of the outputs that it needs (default: those that are integers).
+        numbers of the outputs that it needs (default: those that are integers); `constant`, floating arguments that
+        have no gradient: where no others ask, the outputs do not require one.
         """
         ...
 
@@ -120,6 +122,7 @@ class Gradient:
     of: frozenset[str]
     saves: frozenset[str]
     keeps: frozenset[int] | None
+    constant: frozenset[str]
 
 
 def op(
@@ -188,6 +191,7 @@ class Op:
         of: Sequence[str] | None = None,
         saves: Sequence[str] | None = None,
         keeps: Sequence[int] | None = None,
+        constant: Sequence[str] = (),
     ) -> Callable[..., Any]:
         def declare(formula: Callable[..., Any]) -> Callable[..., Any]:
             self._gradient = Gradient(
@@ -195,6 +199,7 @@ class Op:
                 frozenset(self.arguments if of is None else of),
                 frozenset(self.arguments if saves is None else saves),
                 None if keeps is None else frozenset(keeps),
+                frozenset(constant),
             )
             return formula
 
@@ -327,10 +332,11 @@ class Op:
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Any = None) -> None:
         outputs = (output,) if isinstance(output, Tensor) else tuple(output)
-        ctx.mark_non_differentiable(*(value for value in outputs if not value.is_floating_point()))
         named = dict(zip(self.arguments, inputs, strict=False)) | dict(keyword_only_inputs or {})
         tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
         asking = {name for name, asks in zip(self.arguments, ctx.needs_input_grad, strict=False) if asks}
+        still = self._has_no_gradient(asking)
+        ctx.mark_non_differentiable(*(value for value in outputs if still or not value.is_floating_point()))
         kept: Sequence[Tensor] = ()
         ctx.gradient = gradient = self._gradient
         if gradient is not None and asking & tensors.keys() <= gradient.of:
@@ -346,6 +352,9 @@ class Op:
         ctx.saved_names = tuple(tensors)
         ctx.plain = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
         ctx.save_for_backward(*tensors.values(), *kept)
+
+    def _has_no_gradient(self, asking: Collection[str]) -> bool:
+        return self._gradient is not None and self._gradient.constant.issuperset(asking)
 
     def _vjp(self, ctx: Any, *grads: Any) -> Any:
         """Gradients of the floating tensor arguments: the declared formula, or the reference differentiated again."""
@@ -431,7 +440,12 @@ class Op:
                 return self.fall_back(args, unsupported("transform"))
             if _needs_dispatcher(args):
                 return self._call(self.packet, args)
-            if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            named = zip(self.arguments, args, strict=True)
+            asking = {name for name, x in named if isinstance(x, Tensor) and x.requires_grad}
+            if torch.is_grad_enabled() and asking:
+                if self._has_no_gradient(asking):
+                    with torch.no_grad():
+                        return self._call(self.function, args)
                 if not self.mutates:
                     return self._recorded.apply(*args)
                 self.validate(args)

@@ -829,3 +829,15 @@ def test_the_declared_cost_is_both_clouds_and_the_answer_once():
     assert cost(prequal.knn_gather, q, r, labels) == Cost(12 * 16 + 10 * 12)
     assert cost(prequal.knn_gather, r, q, labels[:6]) == Cost(12 * 16 + 10 * (6 + 10))
     assert cost(prequal.knn_interpolate, q, r, labels.float(), 3) == Cost(12 * 16 + 20 * 12)
+
+
+@pytest.mark.parametrize("op", ["knn_gather", "knn_interpolate"])
+def test_points_alone_ask_for_no_gradient(op, device):
+    points, references, values = (torch.rand(n, d, device=device) for n, d in ((6, 3), (9, 3), (9, 2)))
+    points.requires_grad_()
+    references.requires_grad_()
+    for function in (getattr(prequal, op), getattr(torch.ops.prequal, op)):
+        assert not function(points, references, values).requires_grad
+        values.requires_grad_()
+        assert function(points, references, values).requires_grad
+        values.requires_grad_(False)

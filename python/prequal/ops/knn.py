@@ -676,7 +676,7 @@ def searched(args):
     return {name: args[name] for name in ("query_ptr", "reference_ptr", "index")}
 
 
-@knn_gather.backward
+@knn_gather.backward(constant=("queries", "references"))
 def _(args, kept, grad):
     queries, references, values = args["queries"], args["references"], args["values"]
     nearest = knn(queries.detach(), references.detach(), 1, **searched(args))[1][:, 0]
@@ -802,7 +802,7 @@ def _(queries, references, values, k, query_ptr, reference_ptr, index):
     return values.new_empty((queries.shape[0], *values.shape[1:]))
 
 
-@knn_interpolate.backward
+@knn_interpolate.backward(constant=("queries", "references"))
 def _(args, kept, grad):
     """Every neighbour's share of the mean; the weights are made again."""
     queries, references, values = args["queries"], args["references"], args["values"]
