@@ -36,6 +36,7 @@ def op_sources(source: pathlib.Path) -> dict[str, list[pathlib.Path]]:
         source / "src/ops.h",
         source / "src/tensor_caster.h",
         source / "src/module.cpp",
+        *source.glob("python/prequal/ops/_[!_]*.py"),
     ]
     return {
         file.stem: [*shared, file, *source.glob(f"src/ops/{file.stem}.cu"), *source.glob(f"src/ops/{file.stem}_*.cu*")]

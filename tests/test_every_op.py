@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import prequal
@@ -229,7 +229,7 @@ def test_sparse_and_meta_tensors_are_no_crash(op, device):
 @every_op
 def test_opcheck(op, device):
     for args in (quick(op, device).args, *([] if op.mutates else [next(differentiable(op, device))[0]])):
-        op._call(lambda *a, **named: torch.library.opcheck(op.packet.default, a, named), op.bind(args))
+        op._call(lambda *a, **named: library.opcheck(op.packet.default, a, named), op.bind(args))
 
 
 @pytest.fixture(autouse=True)

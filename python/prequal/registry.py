@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from . import runtime_state as state
 from .constraints import Need
@@ -26,7 +26,7 @@ from .runtime.reasons import Reason, unsupported
 
 NAMESPACE = "prequal"
 _DIFFERENTIATES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
-LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+LIBRARY = library.Library(NAMESPACE, "FRAGMENT")
 OPS: dict[str, Op] = {}
 
 # Answers of the native side that mean "not by this road", as opposed to "not by this kernel".
@@ -230,17 +230,17 @@ class Op:
 
     def _register(self) -> None:
         # torch gives keyword-only tensors neither autograd nor vmap: in the schema every argument has a place
-        schema = torch.library.infer_schema(self.reference, mutates_args=self.mutates)
+        schema = library.infer_schema(self.reference, mutates_args=self.mutates)
         self.schema = schema.replace("*, ", "")
         qualified = f"{NAMESPACE}::{self.name}"
         LIBRARY.define(f"{self.name}{self.schema}")
         LIBRARY.impl(self.name, self._dispatched, "CompositeExplicitAutograd")
-        torch.library.register_fake(qualified, self._traced, lib=LIBRARY)
+        library.register_fake(qualified, self._traced, lib=LIBRARY)
         if self.mutates:
             LIBRARY.impl(self.name, self._refuse_grad, "Autograd", with_keyset=True)
         else:
-            torch.library.register_autograd(qualified, self._vjp, setup_context=self._save, lib=LIBRARY)
-        torch.library.register_vmap(qualified, self._vmapped, lib=LIBRARY)
+            library.register_autograd(qualified, self._vjp, setup_context=self._save, lib=LIBRARY)
+        library.register_vmap(qualified, self._vmapped, lib=LIBRARY)
         self.packet = getattr(getattr(torch.ops, NAMESPACE), self.name)
         self._recorded = self._make_recorded()
 
@@ -307,7 +307,7 @@ class Op:
     # ---- gradients ------------------------------------------------------------------------------------------------
 
     def _make_recorded(self) -> Any:
-        """The call with its gradient, without the dispatcher: torch.library's road to the same costs several times
+        """The call with its gradient, without the dispatcher: the registered op's road to the same costs several times
         a small kernel."""
 
         def forward(ctx: Any, *args: Any) -> Any:

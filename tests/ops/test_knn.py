@@ -13,10 +13,12 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.spatial import cKDTree
+from torch import library
 
 import prequal
 import prequal.bench.shapes.knn  # declares the costs
-from prequal.ops.knn import KINDS, SEGMENTS, cloud, offsets, ragged, squared_radius
+from prequal.ops._clouds import KINDS, SEGMENTS, cloud, offsets, ragged
+from prequal.ops.knn import squared_radius
 from prequal.registry import Cost
 
 
@@ -367,7 +369,7 @@ def test_transforms_take_keyword_arguments_that_are_tensors(device):
     q.requires_grad_()
     torch.testing.assert_close(got, torch.autograd.grad(prequal.knn(q, r, 3, **pointers)[0].sum(), q)[0])
     for op, args in ((prequal.knn, (q, r, 3)), (prequal.radius, (q, r, 0.7, 3))):
-        torch.library.opcheck(op.op.packet.default, op.op.bind(args, pointers))
+        library.opcheck(op.op.packet.default, op.op.bind(args, pointers))
 
 
 @pytest.mark.gpu

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import prequal
-from prequal.bench.cases import Case, Other, Peer
-from prequal.bench.rows import by_autograd, each, near, near_gradient, normal, short
+from prequal.bench.cases import Case, Peer
+from prequal.bench.gated import gated_cases
+from prequal.bench.rows import by_autograd, near
 from prequal.registry import Cost
 
 FLOPS = 8  # a value: the exponential is one of them, as is the division
@@ -69,74 +69,6 @@ def liger() -> Any:
 
 PEERS = (Peer("liger_kernel", "swiglu", liger, near),)
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SHAPES = (
-    *((16384, 14336, BF16), (16384, 4096, BF16), (4096, 14336, BF16), (8192, 8192, FP16), (8192, 8192, FP32)),
-    *((4096, 32768, BF16), (16384, 5119, BF16), (64, 14336, BF16), (1, 14336, BF16)),
-)
-PACKED = ((16384, 14336, BF16), (4096, 14336, BF16), (64, 14336, BF16))
-
 
 def cases() -> Iterator[Case]:
-    for quick, (rows, width, dtype) in each(SHAPES):
-
-        def make(device: torch.device, rows=rows, width=width, dtype=dtype) -> tuple[Any, ...]:
-            return tuple(normal(device, rows, width, dtype=dtype, seed=seed) for seed in (1, 2))
-
-        yield Case(
-            "swiglu",
-            f"{short(dtype)} [{rows}, {width}]",
-            make,
-            quick=quick,
-            others=[Other("torch eager", eager, near)],
-            compiled=eager,
-            compare_compiled=near,
-        )
-    for quick, (rows, width, dtype) in each(PACKED):
-
-        def make_packed(device: torch.device, rows=rows, width=width, dtype=dtype) -> tuple[Any, ...]:
-            return (normal(device, rows, 2 * width, dtype=dtype),)
-
-        yield Case(
-            "swiglu_packed",
-            f"{short(dtype)} [{rows}, 2 x {width}]",
-            make_packed,
-            quick=quick,
-            others=[Other("torch eager", eager_packed, near)],
-            compiled=eager_packed,
-            compare_compiled=near,
-        )
-        yield Case(
-            "swiglu_packed",
-            f"{short(dtype)} [{rows}, 2 x {width}], interleaved",
-            make_packed,
-            named={"interleaved": True},
-        )
-    for quick, (rows, width, dtype) in each(SHAPES):
-
-        def make_gradient(device: torch.device, rows=rows, width=width, dtype=dtype) -> tuple[Any, ...]:
-            return tuple(normal(device, rows, width, dtype=dtype, seed=seed) for seed in (1, 2, 3))
-
-        yield Case(
-            "swiglu_backward",
-            f"{short(dtype)} [{rows}, {width}], backward",
-            make_gradient,
-            quick=quick,
-            others=[Other("torch eager", by_autograd(eager, split), near_gradient)],
-            compiled=prequal.swiglu_backward.op.reference,
-            compare_compiled=near_gradient,
-        )
-    for quick, (rows, width, dtype) in each(PACKED):
-
-        def make_packed_gradient(device: torch.device, rows=rows, width=width, dtype=dtype) -> tuple[Any, ...]:
-            return normal(device, rows, width, dtype=dtype, seed=1), normal(device, rows, 2 * width, dtype=dtype)
-
-        yield Case(
-            "swiglu_packed_backward",
-            f"{short(dtype)} [{rows}, 2 x {width}], backward",
-            make_packed_gradient,
-            quick=quick,
-            others=[Other("torch eager", packed_gradient, near_gradient)],
-            compiled=prequal.swiglu_packed_backward.op.reference,
-            compare_compiled=near_gradient,
-        )
+    return gated_cases("swiglu", eager, eager_packed, split, packed_gradient)
