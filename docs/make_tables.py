@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import json
 import pathlib
+import statistics
 import sys
 from typing import Any
 
@@ -93,6 +94,23 @@ def scorecard() -> str:
     return "\n".join(lines)
 
 
+def gate_table() -> str:
+    """What the gate costs against what it was meant to cost, shortfalls said, of each GPU that was asked."""
+    lines = ["| on | | measured | aimed at | |", "|---|---|---|---|---|"]
+    for path in sorted(RESULTS.glob("*/lane/gate.json")):
+        found = json.loads(path.read_text())
+        gpu = json.loads((path.parent / "gpu-tests.json").read_text())["gpu"]
+        load = statistics.median(one["load_ms"] for one in found["from_lock"])
+        for what, value, most, unit in (
+            ("gate and counter, a call", found["hot_path"]["gate_and_counter_ns"], 300, "ns"),
+            (f"qualifying all {found['qualify']['ops']} ops", found["qualify"]["seconds"], 10, "s"),
+            ("loading a lock of them instead", load, 20, "ms"),
+        ):
+            missed = "missed" if value >= most else ""
+            lines.append(f"| {gpu} | {what} | {value:.1f} {unit} | under {most} {unit} | {missed} |")
+    return "\n".join(lines)
+
+
 def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
@@ -124,9 +142,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a table is not current")
     args = parser.parse_args()
-    tables = {"scorecard": scorecard(), "ops": op_table()}
+    tables = {"scorecard": scorecard(), "ops": op_table(), "gate costs": gate_table()}
     behind = []
-    for path in (ROOT / "README.md", ROOT / "docs" / "ops.md"):
+    for path in (ROOT / "README.md", ROOT / "docs" / "ops.md", ROOT / "docs" / "gate.md"):
         text = path.read_text()
         new = filled(text, tables)
         if new != text:

@@ -44,6 +44,20 @@ def test_what_has_no_evidence_is_said_to_be_unmeasured(make_tables):
         assert (f"| `{name}` | – | – | – | – | – | – | not measured yet |" in table) == (name not in measured)
 
 
+def test_a_cost_of_the_gate_beyond_its_aim_is_said_to_miss_it(make_tables, tmp_path, monkeypatch):
+    (tmp_path / "h200" / "lane").mkdir(parents=True)
+    lane = tmp_path / "h200" / "lane"
+    (lane / "gpu-tests.json").write_text('{"gpu": "NVIDIA H200"}')
+    costs = {"qualify": {"ops": 2, "seconds": 9.5}, "hot_path": {"gate_and_counter_ns": 300.0}}
+    costs["from_lock"] = [{"load_ms": ms} for ms in (19.0, 30.0, 18.0)]
+    (lane / "gate.json").write_text(json.dumps(costs))
+    monkeypatch.setattr(make_tables, "RESULTS", tmp_path)
+    hot, qualify, lock = make_tables.gate_table().splitlines()[2:]
+    assert "300.0 ns | under 300 ns | missed |" in hot
+    assert "qualifying all 2 ops | 9.5 s | under 10 s |  |" in qualify
+    assert "19.0 ms | under 20 ms |  |" in lock
+
+
 def test_evidence_of_other_sources_counts_as_stale(make_tables):
     now = make_tables.digests()
     for name, digest in now.items():
