@@ -23,25 +23,50 @@ def output(*command: str | pathlib.Path) -> str:
 
 def digest(files: list[pathlib.Path], root: pathlib.Path) -> str:
     total = hashlib.sha256()
+    root = root.resolve()
     for file in sorted(files):
         total.update(file.relative_to(root).as_posix().encode() + b"\0")
         total.update(hashlib.sha256(file.read_bytes()).digest())
     return total.hexdigest()
 
 
+# Lists of all ops, which every new op changes: the linker and the generic tests hold them to their definitions.
+CONTENTS = ("src/ops.h", "src/module.cpp")
+
+
+def with_includes(files: list[pathlib.Path], source: pathlib.Path) -> set[pathlib.Path]:
+    """The files and every header of this repository that they reach."""
+    found: set[pathlib.Path] = set()
+    todo = list(files)
+    while todo:
+        file = todo.pop()
+        if file in found or file.relative_to(source).as_posix() in CONTENTS:
+            continue
+        found.add(file)
+        for name in re.findall(r'^\s*#\s*include "(.+)"', file.read_text(), re.M):
+            places = [folder / name for folder in (file.parent, source / "include", source / "src", source / "src/ops")]
+            inside = next((place.resolve() for place in places if place.is_file()), None)
+            if inside is None:
+                raise FileNotFoundError(f"{file}: the included file {name} is nowhere in the sources")
+            todo.append(inside)
+    return found
+
+
 def op_sources(source: pathlib.Path) -> dict[str, list[pathlib.Path]]:
-    """For each basename, the files that decide what its fast path computes."""
-    shared = [
-        *source.glob("include/prequal/*"),
-        source / "src/ops.h",
-        source / "src/tensor_caster.h",
-        source / "src/module.cpp",
-        *source.glob("python/prequal/ops/_[!_]*.py"),
-    ]
-    return {
-        file.stem: [*shared, file, *source.glob(f"src/ops/{file.stem}.cu"), *source.glob(f"src/ops/{file.stem}_*.cu*")]
-        for file in sorted(source.glob("python/prequal/ops/[!_]*.py"))
-    }
+    """For each basename, the files that decide what its fast path computes: another op's are not among them."""
+    source = source.resolve()
+    boundary = [source / "src/binding.h"]
+    python = [*source.glob("python/prequal/ops/_[!_]*.py")]
+    found = {}
+    for file in sorted(source.glob("python/prequal/ops/[!_]*.py")):
+        native = [*source.glob(f"src/ops/{file.stem}.cu"), *source.glob(f"src/ops/{file.stem}_*.cu*")]
+        used = [helper for helper in python if re.search(rf"\b{helper.stem}\b", file.read_text())]
+        while more := [
+            h for h in python if h not in used and any(re.search(rf"\b{h.stem}\b", u.read_text()) for u in used)
+        ]:
+            used += more
+        found[file.stem] = sorted({file, *used, *with_includes([*boundary, *native], source)})
+    return found
 
 
 def release_evidence(source: pathlib.Path, digests: dict[str, str]) -> dict[str, list[str]]:

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "prequal/error.h"
-#include "prequal/row_plan.h"
+#include "prequal/occupancy.h"
 #include "prequal/tensor.h"
 
 namespace prequal {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "prequal/row_plan.h"
+#include "prequal/occupancy.h"
 
 namespace prequal {
 

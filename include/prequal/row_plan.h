@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "prequal/occupancy.h"
+
 namespace prequal {
 
 enum class RowKind {
@@ -19,8 +21,6 @@ struct RowPlan {
   int rows;     // a block; 1 for a cluster
   int blocks;   // a row: the cluster's size, else 1
 };
-
-constexpr int whole_warps(int64_t threads) { return static_cast<int>((threads + 31) / 32 * 32); }
 
 inline constexpr int largest_cluster = 8;  // what every GPU with clusters can hold
 
@@ -60,16 +60,6 @@ constexpr RowPlan gradient_plan(int64_t width, int vec, bool clusters) {
   }
   if (accesses <= 512 * 2) return {RowKind::block, 2, whole_warps(split(2)), 1, 1};
   return {RowKind::loop, 1, 512, 1, 1};
-}
-
-// Blocks that an SM's 65,536 registers and 1,536 threads (sm_86, sm_89; others hold more) have room for; registers are
-// handed out in units of 256 a warp.
-constexpr int blocks_by_registers(int registers, int threads) {
-  const int a_warp = (registers * 32 + 255) / 256 * 256;
-  const int by_registers = 65536 / (a_warp * ((threads + 31) / 32));
-  const int by_threads = 1536 / threads;
-  const int blocks = by_registers < by_threads ? by_registers : by_threads;
-  return blocks < 1 ? 1 : blocks > 16 ? 16 : blocks;
 }
 
 // How many teams (warps, blocks, clusters) share the rows of a gradient. Each leaves a row of partial sums of the

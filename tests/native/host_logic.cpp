@@ -5,6 +5,7 @@
 
 #include "prequal/knn_grid.h"
 #include "prequal/knn_tree.h"
+#include "prequal/occupancy.h"
 #include "prequal/overlap.h"
 #include "prequal/ragged.h"
 #include "prequal/rope_plan.h"
