@@ -44,20 +44,28 @@ inline int attribute_of(int device, cudaDeviceAttr attribute) {
 }
 
 // With more dynamic shared memory than the 48 KB that need no asking: the most that the device gives is asked for, once.
+template <auto kernel>
+void allow_shared(const Context& context) {
+  static std::array<std::atomic<bool>, 64> asked{};  // by device
+  auto& done = asked.at(static_cast<size_t>(context.device));
+  if (done.load(std::memory_order_relaxed)) return;
+  const auto* function = reinterpret_cast<const void*>(kernel);
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, function), "function attributes");
+  const int most = attribute_of(context.device, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  const int fixed = static_cast<int>(attributes.sharedSizeBytes);
+  check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, most - fixed), "shared memory");
+  done.store(true, std::memory_order_relaxed);
+}
+
 template <auto kernel, class... Args>
 void launch_with_shared(const Context& context, dim3 grid, dim3 block, int shared_bytes, Args... args) {
   (void)Registered<kernel>::done;
-  static std::array<std::atomic<bool>, 64> asked{};  // by device
-  const auto* function = reinterpret_cast<const void*>(kernel);
-  auto& done = asked.at(static_cast<size_t>(context.device));
-  if (!done.load(std::memory_order_relaxed)) {
-    const int most = attribute_of(context.device, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "shared memory");
-    done.store(true, std::memory_order_relaxed);
-  }
+  allow_shared<kernel>(context);
   void* pointers[] = {const_cast<void*>(static_cast<const void*>(&args))...};
   const auto stream = static_cast<cudaStream_t>(context.stream);
-  check(cudaLaunchKernel(function, grid, block, pointers, static_cast<size_t>(shared_bytes), stream), "launch");
+  const auto bytes = static_cast<size_t>(shared_bytes);
+  check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, block, pointers, bytes, stream), "launch");
 }
 
 template <auto kernel, class... Args>
@@ -68,20 +76,28 @@ void launch(const Context& context, dim3 grid, dim3 block, Args... args) {
   check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, block, pointers, 0, stream), "launch");
 }
 
-// As launch, `blocks` neighbours of the grid at a time on one GPC, so that they reach each other's shared memory.
-template <auto kernel, class... Args>
-void launch_clusters(const Context& context, int blocks, dim3 grid, dim3 block, Args... args) {
-  (void)Registered<kernel>::done;
-  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&args))...};
-  cudaLaunchAttribute together{};
+// `blocks` neighbours of the grid at a time on one GPC, so that they reach each other's shared memory.
+inline cudaLaunchConfig_t in_clusters(const Context& context, cudaLaunchAttribute& together, int blocks, dim3 grid,
+                                      dim3 block, int shared_bytes) {
   together.id = cudaLaunchAttributeClusterDimension;
   together.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = static_cast<cudaStream_t>(context.stream);
   config.attrs = &together;
   config.numAttrs = 1;
+  return config;
+}
+
+template <auto kernel, class... Args>
+void launch_clusters(const Context& context, int blocks, dim3 grid, dim3 block, int shared_bytes, Args... args) {
+  (void)Registered<kernel>::done;
+  if (shared_bytes > 0) allow_shared<kernel>(context);
+  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&args))...};
+  cudaLaunchAttribute together{};
+  const auto config = in_clusters(context, together, blocks, grid, block, shared_bytes);
   check(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers), "launch");
 }
 
@@ -105,6 +121,19 @@ inline int multiprocessors(const Context& context) {
   });
 }
 
+struct SharedMemory {
+  int multiprocessor, block;  // bytes: what a multiprocessor has, and what a block may ask for
+};
+
+inline SharedMemory shared_memory(const Context& context) {
+  struct Whole;
+  struct Block;
+  return {remembered<Whole>(context.device,
+                            [&] { return attribute_of(context.device, cudaDevAttrMaxSharedMemoryPerMultiprocessor); }),
+          remembered<Block>(context.device,
+                            [&] { return attribute_of(context.device, cudaDevAttrMaxSharedMemoryPerBlockOptin); })};
+}
+
 // Clusters need sm_90 and code made for it: code of an older architecture on a newer GPU, as test builds have it, has
 // none.
 template <auto kernel>
@@ -118,17 +147,41 @@ bool has_clusters(const Context& context) {
          }) != 0;
 }
 
-// How many blocks of this kernel the device holds at a time.
 template <auto kernel>
-int64_t resident_blocks(const Context& context, int threads) {
+int registers_of(const Context& context) {
   struct Key;
   (void)Registered<kernel>::done;
-  const int registers = remembered<Key>(context.device, [] {
+  return remembered<Key>(context.device, [] {
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)), "function attributes");
     return attributes.numRegs;
   });
-  return static_cast<int64_t>(multiprocessors(context)) * blocks_by_registers(registers, threads);
+}
+
+// How many blocks of this kernel the device holds at a time.
+template <auto kernel>
+int64_t resident_blocks(const Context& context, int threads) {
+  return static_cast<int64_t>(multiprocessors(context)) * blocks_by_registers(registers_of<kernel>(context), threads);
+}
+
+// How many clusters of this kernel the device holds at a time: fewer than its multiprocessors have room for, since a
+// cluster lies within one GPC. 0 where it holds none. One answer for each kernel, `blocks` and `Class` of launch.
+template <auto kernel, int blocks, class Class>
+int64_t resident_clusters(const Context& context, int threads, int shared_bytes) {
+  struct Key;
+  (void)Registered<kernel>::done;
+  return remembered<Key>(context.device, [&] {
+    const auto* function = reinterpret_cast<const void*>(kernel);
+    allow_shared<kernel>(context);
+    if (blocks > 8) {
+      check(cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cluster size");
+    }
+    cudaLaunchAttribute together{};
+    const auto config = in_clusters(context, together, blocks, dim3(blocks), dim3(threads), shared_bytes);
+    int found = 0;
+    check(cudaOccupancyMaxActiveClusters(&found, function, &config), "resident clusters");
+    return found;
+  });
 }
 
 }  // namespace prequal

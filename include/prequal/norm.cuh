@@ -1,16 +1,19 @@
 // Normalisation of rows, and its gradient: the kernels of rms_norm, fused_add_rms_norm and layer_norm.
 //
-// A team (a warp, a block, a cluster of blocks) owns a row, which stays in its registers: each byte is read once. Rows
-// that no team can hold are read again, the second time from L2. Everything between a load and its store is fp32.
+// A team (a warp, a block, a cluster of blocks) owns a row, which it holds in registers or in shared memory: each byte is
+// read once. Rows that no team can hold are read again, the second time from L2. Everything between a load and its store
+// is fp32.
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 #include <optional>
 #include <stdexcept>
 #include <string>
 
 #include "prequal/dispatch.h"
 #include "prequal/launch.h"
+#include "prequal/ring.cuh"
 #include "prequal/row_plan.h"
 #include "prequal/team.cuh"
 #include "prequal/vec.cuh"
@@ -38,43 +41,37 @@ struct Forward {
   int64_t rows;
   int width;
   float eps;
-  float offset;  // of the weight
-  bool exact;    // round x * rstd to T before the weight
-};
-
-template <class T>
-struct Backward {
-  Rows<const T> grad;   // [rows, H]
-  Rows<const T> x;      // [rows, H]
-  Rows<const T> more;   // [rows, H], added to dx; null for none
-  Rows<T> dx;           // [rows, H]
-  Parameter<T> weight;  // [H] or none
-  float* dweight;       // [teams, partial_stride], sums over a team's rows; null where it is not asked for
-  float* dbias;         // [teams, partial_stride]; null where it is not asked for
-  int64_t partial_stride;
-  int64_t rows;
-  int width;
-  float eps;
-  float offset;
+  float offset;   // of the weight
+  bool exact;     // round x * rstd to T before the weight
+  float inverse;  // 1 / width
 };
 
 // ---- forward -----------------------------------------------------------------------------------------------------
 
+struct RowStatistics {
+  float mean, rstd;  // rms: the mean is 0
+};
+
+// The parameters are read from memory at each row.
 template <Kind kind, class T, bool Ragged>
-__device__ __forceinline__ void write_packet(const Forward<T>& a, T* y, const Packet<T>& x, float mean, float rstd,
+__device__ __forceinline__ void write_packet(const Forward<T>& a, T* y, const Packet<T>& x, const RowStatistics& of,
                                              int column) {
   constexpr int N = widest<T>;
   float value[N], parameter[N];
 #pragma unroll
-  for (int i = 0; i < N; ++i) value[i] = (x[i] - mean) * rstd;
+  for (int i = 0; i < N; ++i) value[i] = kind == Kind::rms ? x[i] * of.rstd : (x[i] - of.mean) * of.rstd;
   if (a.exact) {
 #pragma unroll
     for (int i = 0; i < N; ++i) value[i] = rounded<T>(value[i]);
   }
   if (a.weight) {
     a.weight.template get<Ragged>(parameter, column, a.width);
+    if (a.offset != 0.0f) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) value[i] *= parameter[i] + a.offset;
+      for (int i = 0; i < N; ++i) parameter[i] += a.offset;
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) value[i] *= parameter[i];
   }
   if (kind == Kind::layer && a.bias) {
     a.bias.template get<Ragged>(parameter, column, a.width);
@@ -92,90 +89,208 @@ __device__ __forceinline__ Packet<T> added(const Packet<T>& a, const Packet<T>& 
   return pack<T>(value);
 }
 
-// What column i of a packet adds to the sum: (x - mean)^2, and nothing beyond the row.
-template <bool Guarded, class T>
-__device__ __forceinline__ float squares(const Packet<T>& x, float mean, int column, int width) {
+template <class T>
+__device__ __forceinline__ float sum_of(const Packet<T>& x) {
   float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < widest<T>; ++i) {
+  for (int i = 0; i < widest<T>; ++i) sum += x[i];
+  return sum;
+}
+
+// What a packet adds to the sum of squares: (x - mean)^2, and nothing beyond the row.
+template <bool Ragged, class T>
+__device__ __forceinline__ float squares(const Packet<T>& x, float mean, int column, int width) {
+  float sum = 0.0f;
+  const auto add = [&](int i) {
     const float value = x[i] - mean;
-    if (!Guarded || column + i < width) sum += value * value;
+    sum += value * value;
+  };
+  if ((!Ragged || column >= 0) && column + widest<T> <= width) {
+#pragma unroll
+    for (int i = 0; i < widest<T>; ++i) add(i);
+  } else if constexpr (Ragged) {
+#pragma unroll
+    for (int i = 0; i < widest<T>; ++i) {
+      if (static_cast<unsigned>(column + i) < static_cast<unsigned>(width)) add(i);
+    }
   }
   return sum;
 }
 
+// Of a row that the team has: `each(body)` calls body(packet, column) for all that a thread has of it. rms: the mean is 0.
+template <Kind kind, bool Ragged, class T, class Team, class Each>
+__device__ __forceinline__ RowStatistics statistics(Team& team, const Forward<T>& a, Each&& each) {
+  if constexpr (kind == Kind::rms) {
+    float total[1] = {};
+    each([&](const Packet<T>& x, int) { total[0] += squares<false>(x, 0.0f, 0, widest<T>); });
+    team.sum(total);
+    return {0.0f, rsqrtf(total[0] * a.inverse + a.eps)};
+  } else {
+    float sum = 0.0f;
+    each([&](const Packet<T>& x, int) { sum += sum_of(x); });
+    Moments<2> of{warp_sum(sum) * team.inverse_of_warp(), {}};
+    each([&](const Packet<T>& x, int column) { of.sum[0] += squares<Ragged>(x, of.mean, column, a.width); });
+    team.moments(of);
+    return {of.mean, rsqrtf(of.sum[0] * a.inverse + a.eps)};
+  }
+}
+
+template <Kind kind>
+inline constexpr int sums_of = kind == Kind::layer ? 2 : 1;
+
 // Resident blocks decide: rms_norm of bf16 [16384, 4096] took 69.7 us at no more than 40 registers (6 blocks of 256
 // threads on an SM of sm_90), 77.8 at 48, 72.6 at 32; a persistent grid that holds the weight and fetches the next row
-// ahead, 73.5 at best. A block of 1024 may have 64, in which 4 items of a ragged row or of layer norm's find no room.
-// Layer norm's ragged rows have none for 4 items at all, and for 2 only where no second block must fit. A warp's rows come
-// 4 to a block, and a cluster's 4 items are for blocks of any size.
-template <Kind kind, int Items, bool Ragged>
+// ahead in registers, 73.5 at best. A warp's rows come 4 to a block.
+template <int Items>
 constexpr int most_threads(RowKind team) {
-  if (team == RowKind::warp) return 128;
-  if (Items == 2) return 512;
-  if (team == RowKind::cluster) return 1024;
-  if (Ragged && kind == Kind::layer) return 256;
-  return Ragged || kind == Kind::layer ? 512 : 1024;
+  return team == RowKind::warp ? 128 : 512;
 }
-template <Kind kind, int Items, bool Ragged>
+template <Kind kind, int Items>
 constexpr int least_blocks(RowKind team) {
-  if (team == RowKind::warp || Items != 2) return 1;
-  return !Ragged ? 3 : kind == Kind::rms ? 2 : 1;
+  return team == RowKind::warp ? 1 : Items == 2 && kind == Kind::rms ? 3 : 2;
 }
 
 template <Kind kind, bool Add, class T, bool Ragged, int Items, class Team>
-__global__ void __launch_bounds__((most_threads<kind, Items, Ragged>(Team::kind)),
-                                  (least_blocks<kind, Items, Ragged>(Team::kind))) held_rows(const Forward<T> a) {
+__global__ void __launch_bounds__((most_threads<Items>(Team::kind)), (least_blocks<kind, Items>(Team::kind)))
+    held_rows(const Forward<T> a) {
   constexpr int N = widest<T>;
   __shared__ typename Team::Shared shared;
   Team team(shared);
+  if constexpr (kind == Kind::layer) team.share_out(a.width, 0, 0, Items, N);
+  const auto column = [&](int item) { return (item * team.threads() + team.thread()) * N; };
   for (int64_t row = team.index(); row < a.rows; row += team.count()) {
-    const auto column = [&](int item) { return (item * team.threads() + team.thread()) * N; };
     Packet<T> held[Items];
+    const T* x = a.x.row(row);
 #pragma unroll
-    for (int item = 0; item < Items; ++item) held[item] = load_packet<Ragged>(a.x.row(row), column(item), a.width);
+    for (int item = 0; item < Items; ++item) held[item] = load_packet<Ragged>(x, column(item), a.width);
     if constexpr (Add) {
       constexpr int at_once = Items < 2 ? Items : 2;  // 4 would not leave 64 registers for the shifts of a ragged row
+      const T* from = a.other.row(row);
+      T* to = a.sum.row(row);
 #pragma unroll
       for (int first = 0; first < Items; first += at_once) {
         Packet<T> other[at_once];
 #pragma unroll
-        for (int i = 0; i < at_once; ++i) {
-          other[i] = load_packet<Ragged>(a.other.row(row), column(first + i), a.width);
-        }
+        for (int i = 0; i < at_once; ++i) other[i] = load_packet<Ragged>(from, column(first + i), a.width);
 #pragma unroll
         for (int i = 0; i < at_once; ++i) {
           held[first + i] = added<T>(held[first + i], other[i]);
-          store_packet<Ragged>(a.sum.row(row), column(first + i), a.width, held[first + i]);
+          store_packet<Ragged>(to, column(first + i), a.width, held[first + i]);
         }
       }
     }
+    const auto each = [&](auto&& body) {
+#pragma unroll
+      for (int item = 0; item < Items; ++item) body(held[item], column(item));
+      keep_packed(held);
+    };
+    const RowStatistics figures = statistics<kind, Ragged, T>(team, a, each);
+    T* y = a.y.row(row);
+    each([&](const Packet<T>& of, int at) { write_packet<kind, T, Ragged>(a, y, of, figures, at); });
+  }
+}
 
-    float mean = 0.0f;
-    if constexpr (kind == Kind::layer) {
+template <class Team>
+__device__ __forceinline__ int rows_of_team(const Team& team, int64_t rows) {
+  const int64_t left = rows - team.index();
+  return left > 0 ? static_cast<int>((left + team.count() - 1) / team.count()) : 0;
+}
+
+// Rows that are wide or ragged, through shared memory, where the next ones arrive while a team works on two: it sums one
+// row's squares and, while the sum is under way, writes the row before. The parameters of a thread's columns stay in fp32.
+template <Kind kind>
+inline constexpr int streamed_items = kind == Kind::layer ? 4 : 2;
+
+template <Kind kind, bool Add, class T, bool Ragged, class Team>
+__global__ void __launch_bounds__(2048 / streamed_items<kind>, 1) streamed_rows(const Forward<T> a, int stages) {
+  constexpr int Items = streamed_items<kind>, N = widest<T>, inputs = Add ? 2 : 1;
+  extern __shared__ uint4 dynamic[];
+  __shared__ typename Team::Shared shared;
+  Team team(shared);
+  const int first_word = team.block() * static_cast<int>(blockDim.x) * Items;
+  T* y_row = a.y.row(team.index());
+  const int past = Ragged ? elements_past(y_row) : 0;
+  const Columns<T, Ragged, Items> columns(first_word, past, a.width);
+  if constexpr (kind == Kind::layer) team.share_out(a.width, first_word, past, Items, N);
+
+  Ring<T, Ragged, Items, inputs> ring(reinterpret_cast<Word*>(dynamic), stages, inputs, first_word);
+  const int64_t step = team.count();
+  ring.input(0, a.x.row(team.index()), step * a.x.stride, a.width, past);
+  if constexpr (Add) ring.input(1, a.other.row(team.index()), step * a.other.stride, a.width, past);
+  const int rows = rows_of_team(team, a.rows);
+  for (int ahead = 0; ahead < stages - 1; ++ahead) ring.ask(ahead < rows);
+  RowOut<T, Ragged, Items> y(y_row, step * a.y.stride, columns);
+  RowOut<T, Ragged, Items> sum(Add ? a.sum.row(team.index()) : y_row, step * a.sum.stride, columns);
+  float weight[Items][N], bias[Items][N];
+  get_parameter(weight, a.weight, a.offset, 1.0f, columns);
+  if constexpr (kind == Kind::layer) get_parameter(bias, a.bias, 0.0f, 0.0f, columns);
+
+  const auto packet = [&](bool ahead, int item) {
+    Packet<T> x = ring.packet(ahead, 0, item, columns);
+    if constexpr (Add) x = added<T>(x, ring.packet(ahead, 1, item, columns));
+    return x;
+  };
+  const auto offer = [&](bool ahead) {
+    if constexpr (kind == Kind::rms) {
       float total[1] = {};
 #pragma unroll
+      for (int item = 0; item < Items; ++item) total[0] += squares<false>(packet(ahead, item), 0.0f, 0, N);
+      team.offer(total);
+    } else {
+      float total = 0.0f;
+      Packet<T> x[Items];
+#pragma unroll
+      for (int item = 0; item < Items; ++item) total += sum_of(x[item] = packet(ahead, item));
+      Moments<2> of{warp_sum(total) * team.inverse_of_warp(), {}};
+#pragma unroll
       for (int item = 0; item < Items; ++item) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) total[0] += held[item][i];
+        of.sum[0] += squares<Ragged>(x[item], of.mean, columns.of(item), a.width);
       }
-      team.sum(total);
-      mean = total[0] / a.width;
-      keep_packed(held);
+      team.offer_moments(of);
     }
-    float total[1] = {};
-#pragma unroll
-    for (int item = 0; item < Items; ++item) {
-      total[0] += squares < kind == Kind::layer > (held[item], mean, column(item), a.width);
+  };
+  const auto take = [&]() -> RowStatistics {
+    if constexpr (kind == Kind::rms) {
+      float total[1];
+      team.take(total);
+      return {0.0f, rsqrtf(total[0] * a.inverse + a.eps)};
+    } else {
+      Moments<2> of;
+      team.take_moments(of);
+      return {of.mean, rsqrtf(of.sum[0] * a.inverse + a.eps)};
     }
-    team.sum(total);
-    const float rstd = rsqrtf(total[0] / a.width + a.eps);
-    keep_packed(held);
+  };
 
+  if (rows > 0) {
+    ring.arrive_first();
+    offer(false);
+  }
+  for (int row = 0; row < rows; ++row) {
+    const RowStatistics of = take();
+    ring.next();
+    if (row + 1 < rows) {
+      ring.arrive();
+      ring.ask(row + stages - 1 < rows);
+      offer(true);
+    }
 #pragma unroll
     for (int item = 0; item < Items; ++item) {
-      write_packet<kind, T, Ragged>(a, a.y.row(row), held[item], mean, rstd, column(item));
+      const Packet<T> x = packet(false, item);
+      if constexpr (Add) sum.write(item, x, columns);
+      float value[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) value[i] = kind == Kind::rms ? x[i] * of.rstd : (x[i] - of.mean) * of.rstd;
+      if (a.exact) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) value[i] = rounded<T>(value[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        value[i] = kind == Kind::rms ? value[i] * weight[item][i] : fmaf(value[i], weight[item][i], bias[item][i]);
+      }
+      y.write(item, pack<T>(value), columns);
     }
+    y.next(), sum.next();
   }
   team.leave();
 }
@@ -200,12 +315,12 @@ __global__ void __launch_bounds__(1024) read_twice(const Forward<T> a) {
 #pragma unroll
         for (int i = 0; i < N; ++i) total[0] += held[i];
       } else {
-        total[0] += squares<false>(held, 0.0f, column, a.width);
+        total[0] += squares<false>(held, 0.0f, 0, widest<T>);
       }
     }
     team.sum(total);  // and what the block stored is seen by the block
     if constexpr (kind == Kind::layer) {
-      mean = total[0] / a.width;
+      mean = total[0] * a.inverse;
       total[0] = 0.0f;
       for (int first = 0; first < a.width; first += step) {
         const int column = first + team.thread() * N;
@@ -213,310 +328,101 @@ __global__ void __launch_bounds__(1024) read_twice(const Forward<T> a) {
       }
       team.sum(total);
     }
-    const float rstd = rsqrtf(total[0] / a.width + a.eps);
+    const RowStatistics figures{mean, rsqrtf(total[0] * a.inverse + a.eps)};
 
     for (int first = 0; first < a.width; first += step) {
       const int column = first + team.thread() * N;
-      write_packet<kind, T, Ragged>(a, a.y.row(row), load_packet<Ragged>(x, column, a.width), mean, rstd, column);
+      write_packet<kind, T, Ragged>(a, a.y.row(row), load_packet<Ragged>(x, column, a.width), figures, column);
     }
   }
 }
 
-inline dim3 grid_of(int64_t blocks, int multiple = 1) {
-  const int64_t most = 0x7fffffff / multiple * multiple;
-  return dim3(static_cast<unsigned>(std::min(blocks, most)));
+// Accesses of a row that a block holds in registers; wider ones are streamed.
+inline constexpr int most_held = 512 * 4;
+
+inline dim3 grid_of(int64_t blocks) { return dim3(static_cast<unsigned>(std::min<int64_t>(blocks, 0x7fffffff))); }
+
+// The clusters of a kernel that fit on the device, by size, where one or two blocks share a multiprocessor's memory.
+template <auto kernel, int per_sm>
+int64_t clusters_that_fit(const Context& context, int blocks, int threads) {
+  struct Class;
+  const auto [shared_sm, shared_block] = shared_memory(context);
+  const int shared = shared_for(per_sm, shared_sm, shared_block);
+  switch (blocks) {
+    case 2: return resident_clusters<kernel, 2, Class>(context, threads, shared);
+    case 4: return resident_clusters<kernel, 4, Class>(context, threads, shared);
+    case 8: return resident_clusters<kernel, 8, Class>(context, threads, shared);
+    case 16: return resident_clusters<kernel, 16, Class>(context, threads, shared);
+  }
+  throw std::logic_error("norm: stream_plan made a cluster of a size that no kernel has");
+}
+
+// The plan for a streamed kernel of blocks and its twin of clusters, and how many teams of it the device holds.
+struct Streams {
+  StreamPlan plan;
+  int64_t teams;
+};
+
+template <auto in_block, auto in_cluster>
+Streams streams_of(const Context& context, int64_t width, int vec, bool ragged, int items, int inputs, int most) {
+  const auto [shared_sm, shared_block] = shared_memory(context);
+  const int registers = std::max(registers_of<in_block>(context), registers_of<in_cluster>(context));
+  const auto resident = [&](int threads) { return blocks_by_registers(registers, threads); };
+  for (int largest = has_clusters<in_cluster>(context) ? largest_cluster : 1; largest > 0; largest /= 2) {
+    const StreamPlan plan =
+        stream_plan(width, vec, ragged, items, inputs, most, largest, shared_sm, shared_block, resident);
+    if (plan.blocks <= 1) return {plan, static_cast<int64_t>(multiprocessors(context)) * plan.per_sm};
+    const int64_t fit = plan.per_sm > 1 ? clusters_that_fit<in_cluster, 2>(context, plan.blocks, plan.threads)
+                                        : clusters_that_fit<in_cluster, 1>(context, plan.blocks, plan.threads);
+    if (fit > 0) return {plan, fit};
+  }
+  return {};
 }
 
 template <Kind kind, bool Add, class T, bool Ragged>
 void run(const Context& context, const Forward<T>& a) {
-  const bool clusters = has_clusters<held_rows<kind, Add, T, Ragged, 2, ClusterTeam<1>>>(context);
-  const RowPlan plan = row_plan(a.width, widest<T>, clusters, most_threads<kind, 4, Ragged>(RowKind::block));
+  constexpr int sums = sums_of<kind>;
+  RowPlan plan = row_plan(a.width, widest<T>,
+                          Ragged                   ? 0
+                          : getenv("PREQUAL_HELD") ? atoi(getenv("PREQUAL_HELD"))
+                                                   : most_held);
+  if (plan.kind == RowKind::block && getenv("PREQUAL_ITEMS"))
+    plan.items = 4, plan.threads = whole_warps((a.width + 4 * widest<T> - 1) / (4 * widest<T>));
   const auto start = [&]<auto kernel>() {
     launch<kernel>(context, grid_of((a.rows + plan.rows - 1) / plan.rows), dim3(plan.threads), a);
   };
-  const auto start_clusters = [&]<auto kernel>() {
-    launch_clusters<kernel>(context, plan.blocks, grid_of(a.rows * plan.blocks, plan.blocks), dim3(plan.threads), a);
-  };
-
   switch (plan.kind) {
     case RowKind::warp:
       switch (plan.items) {
-        case 1: return start.template operator()<held_rows<kind, Add, T, Ragged, 1, WarpTeam<1>>>();
-        case 2: return start.template operator()<held_rows<kind, Add, T, Ragged, 2, WarpTeam<1>>>();
-        case 4: return start.template operator()<held_rows<kind, Add, T, Ragged, 4, WarpTeam<1>>>();
+        case 1: return start.template operator()<held_rows<kind, Add, T, Ragged, 1, WarpTeam<sums>>>();
+        case 2: return start.template operator()<held_rows<kind, Add, T, Ragged, 2, WarpTeam<sums>>>();
+        case 4: return start.template operator()<held_rows<kind, Add, T, Ragged, 4, WarpTeam<sums>>>();
       }
       break;
     case RowKind::block:
-      switch (plan.items) {
-        case 2: return start.template operator()<held_rows<kind, Add, T, Ragged, 2, BlockTeam<1>>>();
-        case 4: return start.template operator()<held_rows<kind, Add, T, Ragged, 4, BlockTeam<1>>>();
+      if constexpr (!Ragged) {
+        switch (plan.items) {
+          case 2: return start.template operator()<held_rows<kind, Add, T, false, 2, BlockTeam<sums>>>();
+          case 4: return start.template operator()<held_rows<kind, Add, T, false, 4, BlockTeam<sums>>>();
+        }
       }
       break;
-    case RowKind::cluster:
-      switch (plan.items) {
-        case 2: return start_clusters.template operator()<held_rows<kind, Add, T, Ragged, 2, ClusterTeam<1>>>();
-        case 4: return start_clusters.template operator()<held_rows<kind, Add, T, Ragged, 4, ClusterTeam<1>>>();
+    case RowKind::cluster: break;
+    case RowKind::loop: {
+      constexpr int alike = Ragged ? widest<T> : 1;
+      constexpr auto in_block = streamed_rows<kind, Add, T, Ragged, BlockTeam<sums>>;
+      constexpr auto in_cluster = streamed_rows<kind, Add, T, Ragged, ClusterTeam<sums>>;
+      const auto [found, fit] = streams_of<in_block, in_cluster>(
+          context, a.width, widest<T>, Ragged, streamed_items<kind>, Add ? 2 : 1, 2048 / streamed_items<kind>);
+      if (found.blocks == 0 || fit < alike) return start.template operator()<read_twice<kind, Add, T, Ragged>>();
+      const dim3 grid = grid_of(streamed_teams(a.rows, fit, alike) * found.blocks), block(found.threads);
+      if (found.blocks == 1) {
+        return launch_with_shared<in_block>(context, grid, block, found.shared, a, found.stages);
       }
-      break;
-    case RowKind::loop: return start.template operator()<read_twice<kind, Add, T, Ragged>>();
+      return launch_clusters<in_cluster>(context, found.blocks, grid, block, found.shared, a, found.stages);
+    }
   }
   throw std::logic_error("norm: row_plan made a plan that no kernel follows");
-}
-
-// ---- backward ----------------------------------------------------------------------------------------------------
-//
-// With xhat = (x - mean) rstd and gw = grad (weight + offset), means over the row:
-//   dx = rstd (gw - [mean(gw)] - xhat mean(gw xhat)) + more,   dweight = sum over rows of grad xhat,   dbias = of grad
-// [mean(gw)] is layer norm's alone. A thread keeps its columns over all rows of its team, so their sums are registers.
-
-template <class T, bool Ragged>
-__device__ __forceinline__ void weighted(const Backward<T>& a, float (&value)[widest<T>], const Packet<T>& grad,
-                                         int column) {
-#pragma unroll
-  for (int i = 0; i < widest<T>; ++i) value[i] = grad[i];
-  if (a.weight) {
-    float weight[widest<T>];
-    a.weight.template get<Ragged>(weight, column, a.width);
-#pragma unroll
-    for (int i = 0; i < widest<T>; ++i) value[i] *= weight[i] + a.offset;
-  }
-}
-
-// What a packet adds to the first sums (layer norm: of x and of gw) and to the second (of squares and of gw (x -
-// mean)).
-template <class T, bool Ragged>
-__device__ __forceinline__ void first_sums(const Backward<T>& a, float (&sum)[2], const Packet<T>& grad,
-                                           const Packet<T>& x, int column) {
-  float gw[widest<T>];
-  weighted<T, Ragged>(a, gw, grad, column);
-#pragma unroll
-  for (int i = 0; i < widest<T>; ++i) sum[0] += x[i], sum[1] += gw[i];
-}
-
-template <Kind kind, class T, bool Ragged>
-__device__ __forceinline__ void second_sums(const Backward<T>& a, float (&sum)[2], const Packet<T>& grad,
-                                            const Packet<T>& x, float mean, int column) {
-  float gw[widest<T>];
-  weighted<T, Ragged>(a, gw, grad, column);
-#pragma unroll
-  for (int i = 0; i < widest<T>; ++i) {
-    const float centred = x[i] - mean;
-    if (kind == Kind::rms || column + i < a.width) sum[0] += centred * centred;
-    sum[1] += gw[i] * centred;  // beyond the row gw is zero
-  }
-}
-
-struct RowFigures {
-  float mean, rstd, gw, gw_xhat;  // means, of which rms has the last two only as zero and itself
-};
-
-template <class T>
-__device__ __forceinline__ RowFigures figures(const Backward<T>& a, float mean, float gw, const float (&sum)[2]) {
-  const float rstd = rsqrtf(sum[0] / a.width + a.eps);
-  return {mean, rstd, gw, rstd * sum[1] / a.width};
-}
-
-template <class T, bool Ragged>
-__device__ __forceinline__ void write_gradient(const Backward<T>& a, int64_t row, const RowFigures& of,
-                                               const Packet<T>& grad, const Packet<T>& x, const Packet<T>& more,
-                                               int column) {
-  float value[widest<T>];
-  weighted<T, Ragged>(a, value, grad, column);
-#pragma unroll
-  for (int i = 0; i < widest<T>; ++i) {
-    const float xhat = (x[i] - of.mean) * of.rstd;
-    value[i] = of.rstd * (value[i] - of.gw - xhat * of.gw_xhat) + more[i];
-  }
-  store_packet<Ragged>(a.dx.row(row), column, a.width, pack<T>(value));
-}
-
-// Threads: up to Most, at registers that leave room for Least such blocks on an SM.
-template <Kind kind, class T, bool Ragged, int Items, class Team, int Most, int Least>
-__global__ void __launch_bounds__(Most, Least) held_gradient(const Backward<T> a) {
-  constexpr int N = widest<T>;
-  constexpr int biases = kind == Kind::layer ? Items : 0;
-  __shared__ typename Team::Shared shared;
-  Team team(shared);
-  const auto column = [&](int item) { return (item * team.threads() + team.thread()) * N; };
-  float dweight[Items][N] = {}, dbias[biases + 1][N] = {};
-  for (int64_t row = team.index(); row < a.rows; row += team.count()) {
-    Packet<T> x[Items], grad[Items], more[Items];
-#pragma unroll
-    for (int item = 0; item < Items; ++item) {
-      x[item] = load_packet<Ragged>(a.x.row(row), column(item), a.width);
-      grad[item] = load_packet<Ragged>(a.grad.row(row), column(item), a.width);
-    }
-#pragma unroll
-    for (int item = 0; item < Items; ++item) {
-      more[item] = Packet<T>{};
-      if (kind == Kind::rms && a.more.at) more[item] = load_packet<Ragged>(a.more.row(row), column(item), a.width);
-    }
-
-    float mean = 0.0f, mean_gw = 0.0f;
-    if constexpr (kind == Kind::layer) {
-      float sum[2] = {};
-#pragma unroll
-      for (int item = 0; item < Items; ++item) first_sums<T, Ragged>(a, sum, grad[item], x[item], column(item));
-      team.sum(sum);
-      mean = sum[0] / a.width, mean_gw = sum[1] / a.width;
-      keep_packed(x), keep_packed(grad);
-    }
-    float sum[2] = {};
-#pragma unroll
-    for (int item = 0; item < Items; ++item) {
-      second_sums<kind, T, Ragged>(a, sum, grad[item], x[item], mean, column(item));
-    }
-    team.sum(sum);
-    const RowFigures of = figures(a, mean, mean_gw, sum);
-    keep_packed(x), keep_packed(grad);
-
-#pragma unroll
-    for (int item = 0; item < Items; ++item) {
-      write_gradient<T, Ragged>(a, row, of, grad[item], x[item], more[item], column(item));
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        const float g = grad[item][i];
-        dweight[item][i] += g * ((x[item][i] - of.mean) * of.rstd);
-        if constexpr (kind == Kind::layer) dbias[item][i] += g;
-      }
-    }
-  }
-  team.leave();
-
-  const int64_t mine = team.index() * a.partial_stride;
-#pragma unroll
-  for (int item = 0; item < Items; ++item) {
-    if (column(item) >= a.width) continue;
-#pragma unroll
-    for (int i = 0; i < N; i += 4) {
-      const auto four = [](const float(&of)[N], int at) {
-        return Vec<float, 4>{of[at], of[at + 1], of[at + 2], of[at + 3]};
-      };
-      if (a.dweight) store(a.dweight + mine + column(item) + i, four(dweight[item], i));
-      if constexpr (kind == Kind::layer) {
-        if (a.dbias) store(a.dbias + mine + column(item) + i, four(dbias[item], i));
-      }
-    }
-  }
-}
-
-// Rows that no team holds: read once more, from L2, and the sums over columns kept in memory by the thread that owns
-// them.
-template <Kind kind, class T, bool Ragged>
-__global__ void __launch_bounds__(512) read_again_gradient(const Backward<T> a) {
-  constexpr int N = widest<T>;
-  __shared__ typename BlockTeam<2>::Shared shared;
-  BlockTeam<2> team(shared);
-  const int step = team.threads() * N;
-  const auto each = [&](auto&& body) {
-    for (int first = 0; first < a.width; first += step) body(first + team.thread() * N);
-  };
-  const int64_t mine = team.index() * a.partial_stride;
-  for (int64_t row = team.index(); row < a.rows; row += team.count()) {
-    const bool first_row = row == team.index();
-    const auto load_both = [&](int column, Packet<T>& grad, Packet<T>& x) {
-      x = load_packet<Ragged>(a.x.row(row), column, a.width);
-      grad = load_packet<Ragged>(a.grad.row(row), column, a.width);
-    };
-    Packet<T> grad, x;
-    float mean = 0.0f, mean_gw = 0.0f;
-    if constexpr (kind == Kind::layer) {
-      float sum[2] = {};
-      each([&](int column) {
-        load_both(column, grad, x);
-        first_sums<T, Ragged>(a, sum, grad, x, column);
-      });
-      team.sum(sum);
-      mean = sum[0] / a.width, mean_gw = sum[1] / a.width;
-    }
-    float sum[2] = {};
-    each([&](int column) {
-      load_both(column, grad, x);
-      second_sums<kind, T, Ragged>(a, sum, grad, x, mean, column);
-    });
-    team.sum(sum);
-    const RowFigures of = figures(a, mean, mean_gw, sum);
-
-    each([&](int column) {
-      load_both(column, grad, x);
-      Packet<T> more = Packet<T>{};
-      if (kind == Kind::rms && a.more.at) more = load_packet<Ragged>(a.more.row(row), column, a.width);
-      write_gradient<T, Ragged>(a, row, of, grad, x, more, column);
-      if (column >= a.width) return;
-#pragma unroll
-      for (int i = 0; i < N; i += 4) {
-        const auto keep = [&](float* sums, auto&& term) {
-          Vec<float, 4> four{};
-          if (!first_row) four = load<4>(sums + mine + column + i);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) four.at[j] += term(i + j);
-          store(sums + mine + column + i, four);
-        };
-        const auto g = [&](int j) { return grad[j]; };
-        if (a.dweight) keep(a.dweight, [&](int j) { return g(j) * ((x[j] - of.mean) * of.rstd); });
-        if (kind == Kind::layer && a.dbias) keep(a.dbias, g);
-      }
-    });
-  }
-}
-
-// The sums of the teams, added in a fixed order. A block takes 32 columns, 32 threads a column.
-template <class T>
-__global__ void __launch_bounds__(1024)
-    add_teams(const float* __restrict__ partial /*[teams, stride]*/, T* __restrict__ out /*[H]*/, int64_t teams,
-              int64_t stride, int width) {
-  __shared__ float scratch[32][33];
-  const int column = blockIdx.x * 32 + threadIdx.x % 32, slice = threadIdx.x / 32;
-  float sum = 0.0f;
-  if (column < width) {
-#pragma unroll 4
-    for (int64_t team = slice; team < teams; team += 32) sum += partial[team * stride + column];
-  }
-  scratch[slice][threadIdx.x % 32] = sum;
-  __syncthreads();
-
-  sum = warp_sum(scratch[threadIdx.x % 32][slice]);
-  const int own = blockIdx.x * 32 + slice;
-  if (threadIdx.x % 32 == 0 && own < width) out[own] = from_float<T>(sum);
-}
-
-// `start(teams)` gives the sums of that many teams their memory.
-template <Kind kind, class T, bool Ragged, class Start>
-int64_t run(const Context& context, Backward<T>& a, Start&& start) {
-  // 80 registers hold rms norm's sums of columns, but not layer norm's two nor the shifts of a ragged row
-  constexpr int small = kind == Kind::rms && !Ragged ? 3 : 2, large = 1;
-  constexpr auto in_small_block = held_gradient<kind, T, Ragged, 2, BlockTeam<2>, 256, small>;
-  constexpr auto in_large_block = held_gradient<kind, T, Ragged, 2, BlockTeam<2>, 512, large>;
-  constexpr auto in_small_cluster = held_gradient<kind, T, Ragged, 2, ClusterTeam<2>, 256, small>;
-  constexpr auto in_large_cluster = held_gradient<kind, T, Ragged, 2, ClusterTeam<2>, 512, large>;
-  const RowPlan plan = gradient_plan(a.width, widest<T>, has_clusters<in_small_cluster>(context));
-  int64_t teams = 0;
-  const auto go = [&]<auto kernel>() {
-    const int64_t resident = resident_blocks<kernel>(context, plan.threads) * plan.rows;
-    teams = gradient_teams(a.rows, resident);
-    teams = (teams + plan.rows - 1) / plan.rows * plan.rows;
-    start(teams);
-    launch<kernel>(context, grid_of(teams / plan.rows), dim3(plan.threads), a);
-  };
-  const auto go_in_clusters = [&]<auto kernel>() {
-    teams = gradient_teams(a.rows, std::max<int64_t>(1, resident_blocks<kernel>(context, plan.threads) / plan.blocks));
-    start(teams);
-    launch_clusters<kernel>(context, plan.blocks, grid_of(teams * plan.blocks, plan.blocks), dim3(plan.threads), a);
-  };
-
-  const bool is_small = plan.threads <= 256;
-  switch (plan.kind) {
-    case RowKind::warp: go.template operator()<held_gradient<kind, T, Ragged, 1, WarpTeam<2>, 128, 6>>(); break;
-    case RowKind::block:
-      is_small ? go.template operator()<in_small_block>() : go.template operator()<in_large_block>();
-      break;
-    case RowKind::cluster:
-      is_small ? go_in_clusters.template operator()<in_small_cluster>()
-               : go_in_clusters.template operator()<in_large_cluster>();
-      break;
-    case RowKind::loop: go.template operator()<read_again_gradient<kind, T, Ragged>>(); break;
-  }
-  return teams;
 }
 
 // ---- what the launchers of the three ops share ---------------------------------------------------------------------
@@ -574,32 +480,5 @@ class Alignment {
  private:
   bool whole_;
 };
-
-// One gradient of a parameter out of the sums of the teams.
-inline void add_up(const Context& context, const float* partial, int64_t teams, int64_t stride, const Buffer& out) {
-  const auto width = static_cast<int>(out.view().shape[0]);
-  dispatch(out.view().dtype, Floats{}, [&]<class P>() {
-    launch<add_teams<P>>(context, dim3((width + 31) / 32), dim3(1024), partial, out.as<P>(), teams, stride, width);
-  });
-}
-
-// dx, and the gradients of the parameters that are asked for. a.rows may be 0: then these are sums of nothing.
-template <Kind kind, class T>
-void gradient(const Context& context, Backward<T>& a, bool whole, const Buffer* dweight, const Buffer* dbias) {
-  a.partial_stride = (a.width + 7) / 8 * 8;
-  std::optional<Buffer> partial;
-  const auto start = [&](int64_t teams) {
-    const int64_t kinds = (dweight ? 1 : 0) + (dbias ? 1 : 0);
-    if (kinds == 0) return;
-    partial.emplace(context.empty({kinds, teams, a.partial_stride}, DType::f32));
-    auto* sums = partial->template as<float>();
-    if (dweight) a.dweight = sums;
-    if (dbias) a.dbias = sums + (dweight ? teams * a.partial_stride : 0);
-  };
-  int64_t teams = 0;
-  if (a.rows > 0) teams = whole ? run<kind, T, false>(context, a, start) : run<kind, T, true>(context, a, start);
-  if (dweight) add_up(context, a.dweight, teams, a.partial_stride, *dweight);
-  if (dbias) add_up(context, a.dbias, teams, a.partial_stride, *dbias);
-}
 
 }  // namespace prequal::norm

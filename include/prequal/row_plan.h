@@ -9,65 +9,95 @@ namespace prequal {
 
 enum class RowKind {
   warp,     // a row a warp, several rows a block, the row in registers
-  block,    // a row a block, the row in registers
-  cluster,  // a row a cluster of blocks, the row in the registers of all of them
-  loop      // a row a block, read twice
+  block,    // a row a block, the row in registers or in shared memory
+  cluster,  // a row a cluster of blocks, a slice of it in the shared memory of each
+  loop      // a row a block, read again
 };
 
 struct RowPlan {
   RowKind kind;
   int items;    // accesses a thread holds in registers (1, 2, 4); 1 for loop
   int threads;  // a block
-  int rows;     // a block; 1 for a cluster
-  int blocks;   // a row: the cluster's size, else 1
+  int rows;     // a block
 };
 
-inline constexpr int largest_cluster = 8;  // what every GPU with clusters can hold
+// A cluster of 8 is what every GPU with clusters can hold; 16 are asked for, and not every GPU has a GPC that wide.
+inline constexpr int largest_cluster = 16;
 
-// width: elements a row; vec: elements an access. A leftover of idle threads costs a whole block's slot, so threads
-// follow the row. 128 to 512 threads with 2 to 4 accesses each keeps enough loads in flight for the copy rate.
-// most: threads of a block with 4 accesses each; what a kernel's registers allow.
-constexpr RowPlan row_plan(int64_t width, int vec, bool clusters, int most) {
+inline constexpr RowPlan row_in_loop{RowKind::loop, 1, 1024, 1};
+
+// Rows in registers. width: elements a row; vec: elements an access. A leftover of idle threads costs a whole block's
+// slot, so threads follow the row. 128 to 512 threads with 2 to 4 accesses each keeps enough loads in flight for the
+// copy rate. most: accesses that a block may hold; 0 for none. Wider rows: row_in_loop, unless they are streamed.
+constexpr RowPlan row_plan(int64_t width, int vec, int most) {
   const int64_t accesses = (width + vec - 1) / vec;
   const auto split = [&](int64_t by) { return (accesses + by - 1) / by; };
-  if (accesses <= 32 * 4) return {RowKind::warp, accesses <= 32 ? 1 : accesses <= 2 * 32 ? 2 : 4, 128, 4, 1};
-  // 2 accesses a thread until the block would pass 512 threads
-  if (accesses <= 512 * 2) return {RowKind::block, 2, whole_warps(split(2)), 1, 1};
-  if (accesses <= (clusters && most > 512 ? 512 : most) * 4) {
-    return {RowKind::block, 4, whole_warps(split(4)), 1, 1};
-  }
-  if (clusters && accesses <= largest_cluster * 1024 * 4) {
-    // blocks like those of shorter rows, several on an SM: one waits for the sum while another loads
-    int blocks = 4;
-    while (blocks < largest_cluster && accesses > blocks * 512 * 2) blocks *= 2;
-    const int items = accesses <= blocks * 512 * 2 ? 2 : 4;
-    return {RowKind::cluster, items, whole_warps(split(blocks * items)), 1, blocks};
-  }
-  return {RowKind::loop, 1, 1024, 1, 1};
+  if (accesses <= 32 * 4) return {RowKind::warp, accesses <= 32 ? 1 : accesses <= 2 * 32 ? 2 : 4, 128, 4};
+  if (accesses > most) return row_in_loop;
+  if (accesses <= 512 * 2) return {RowKind::block, 2, whole_warps(split(2)), 1};
+  if (accesses <= 512 * 4) return {RowKind::block, 4, whole_warps(split(4)), 1};
+  return row_in_loop;
 }
 
-// For gradients, where a thread also keeps fp32 sums of its columns over all rows of its block: 2 accesses a thread,
-// and small blocks, since registers are what limits how many are resident.
-constexpr RowPlan gradient_plan(int64_t width, int vec, bool clusters) {
-  const int64_t accesses = (width + vec - 1) / vec;
-  const auto split = [&](int64_t by) { return (accesses + by - 1) / by; };
-  if (accesses <= 32) return {RowKind::warp, 1, 128, 4, 1};
-  if (accesses <= 256 * 2) return {RowKind::block, 2, whole_warps(split(2)), 1, 1};
-  if (clusters && accesses <= largest_cluster * 512 * 2) {
-    int blocks = 2;
-    while (blocks < largest_cluster && accesses > blocks * 256 * 2) blocks *= 2;
-    return {RowKind::cluster, 2, whole_warps(split(2 * blocks)), 1, blocks};
-  }
-  if (accesses <= 512 * 2) return {RowKind::block, 2, whole_warps(split(2)), 1, 1};
-  return {RowKind::loop, 1, 512, 1, 1};
+// Rows that come through shared memory (ring.cuh), some of them asked for ahead.
+struct StreamPlan {
+  int blocks;   // a row: a cluster's size; 1 without one; 0 where no plan has room
+  int threads;  // a block
+  int stages;   // rows in the shared memory of a block, the one that is worked on among them
+  int shared;   // bytes a block
+  int per_sm;   // blocks a multiprocessor by shared memory
+};
+
+// What an SM gives to each of `blocks` resident ones: 1 KB of each is the system's, 3 more are for static variables.
+constexpr int shared_for(int blocks, int shared_sm, int shared_block) {
+  const int each = shared_sm / blocks - 4096;
+  return each < shared_block - 3072 ? each : shared_block - 3072;
 }
+
+// items: accesses a thread takes of a row. inputs: tensors that are read. most: threads a block may have. largest: the
+// widest cluster, 1 for none. shared_*: bytes of a multiprocessor, and what a block may ask for. resident: blocks a
+// multiprocessor that registers leave room for, at so many threads. The narrowest cluster that leaves room for two
+// blocks that each have two rows on their way besides the one that is written and the one that is summed; else for one on
+// its way; else for one block.
+template <class Resident>
+constexpr StreamPlan stream_plan(int64_t width, int vec, bool ragged, int items, int inputs, int most, int largest,
+                                 int shared_sm, int shared_block, Resident&& resident) {
+  const int64_t accesses = (width + vec - 1) / vec + (ragged ? 1 : 0);  // one that begins within a word has one more
+  struct Want {
+    int per_sm, stages;
+  };
+  for (const Want want : {Want{2, 4}, Want{2, 3}, Want{1, 4}, Want{1, 3}}) {
+    for (int blocks = 1; blocks <= largest; blocks *= 2) {
+      const int64_t own = (accesses + blocks - 1) / blocks;
+      const int64_t threads = whole_warps((own + items - 1) / items);
+      if (threads > most) continue;
+      const int64_t stage = inputs * (threads * items + 1) * 16;
+      if (want.stages * stage > shared_for(want.per_sm, shared_sm, shared_block)) continue;
+      const int by_registers = resident(static_cast<int>(threads));
+      if (by_registers < want.per_sm) continue;
+      int per_sm = want.per_sm, stages = want.stages;
+      while (per_sm < by_registers && stages * stage <= shared_for(per_sm + 1, shared_sm, shared_block)) ++per_sm;
+      return {blocks, static_cast<int>(threads), stages, static_cast<int>(stages * stage), per_sm};
+    }
+  }
+  return {0, 0, 0, 0, 0};
+}
+
+// Teams that share rows which are streamed. Rows `vec` apart begin alike, whatever the stride, so a team that has a second
+// row is one of a multiple of `vec`.
+constexpr int64_t streamed_teams(int64_t rows, int64_t resident, int vec) {
+  return rows <= resident ? rows : resident / vec * vec;
+}
+
+// For gradients in registers: rows of a warp. Else the rows are streamed; else row_in_loop.
+constexpr bool gradient_in_warp(int64_t width, int vec) { return (width + vec - 1) / vec <= 32; }
 
 // How many teams (warps, blocks, clusters) share the rows of a gradient. Each leaves a row of partial sums of the
 // parameters, written and read once more: at 16 rows a team that is 8 bytes on 96 or more.
-constexpr int64_t gradient_teams(int64_t rows, int64_t resident) {
+constexpr int64_t gradient_teams(int64_t rows, int64_t resident, int vec) {
   const int64_t fewest = (rows + 15) / 16;
-  const int64_t teams = fewest < resident ? fewest : resident;
-  return teams > 0 ? teams : 1;
+  const int64_t teams = (fewest + vec - 1) / vec * vec;
+  return streamed_teams(rows, teams < resident ? teams : resident, vec);
 }
 
 }  // namespace prequal

@@ -33,6 +33,7 @@ void add_and_norm(const Context& context, const Tensor& x, const Tensor& residua
     a.y = alignment.template rows<T>(y);
     a.sum = alignment.template rows<T>(sum);
     a.rows = rows_of(x).count, a.width = static_cast<int>(width);
+    a.inverse = 1.0f / static_cast<float>(width);
     if (a.rows == 0 || width == 0) return;
 
     a.eps = static_cast<float>(eps), a.offset = static_cast<float>(weight_offset), a.exact = exact_rounding;

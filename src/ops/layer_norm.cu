@@ -6,7 +6,7 @@
 #include <tuple>
 
 #include "ops.h"
-#include "prequal/norm.cuh"
+#include "prequal/norm_gradient.cuh"
 
 namespace prequal::ops {
 
@@ -26,6 +26,7 @@ Buffer layer_norm(const Context& context, const Tensor& x /*[..., H]*/, const st
     a.x = alignment.template rows<const T>(x);
     y.emplace(context.empty_like(x));
     a.rows = rows_of(x).count, a.width = static_cast<int>(width);
+    a.inverse = 1.0f / static_cast<float>(width);
     if (a.rows == 0 || width == 0) return;
 
     a.y = {y->as<T>(), width};
@@ -61,6 +62,7 @@ std::tuple<Buffer, Buffer, Buffer> layer_norm_backward(const Context& context, c
     dweight.emplace(context.empty({weight_grad ? width : 0}, dtype));
     dbias.emplace(context.empty({bias_grad ? width : 0}, dtype));
     a.rows = rows_of(x).count, a.width = static_cast<int>(width);
+    a.inverse = 1.0f / static_cast<float>(width);
     if (width == 0) return;
 
     a.dx = {dx->template as<T>(), width};
