@@ -352,11 +352,13 @@ void rope_(const Context& context, const Tensor& q /*[(B,) T, Hq, D], rotated*/,
            const Tensor& sin /*like cos*/, const std::optional<Tensor>& positions /*[(B,) T]*/, bool interleaved,
            const std::optional<int64_t>& rotary_dim, bool inverse, bool exact_rounding) {
   rotate_all(context, q, k, cos, sin, positions, interleaved, rotary_dim, inverse, exact_rounding, true, [&] {
-    bool apart = is_apart(q) && is_apart(k) && are_apart(q, k);
+    must_be_apart(q, "q");
+    must_be_apart(k, "k");
+    must_be_apart(k, "k", q, "q");
     for (const Tensor* x : {&q, &k}) {
-      apart = apart && are_apart(*x, cos) && are_apart(*x, sin) && (!positions || are_apart(*x, *positions));
+      const bool apart = are_apart(*x, cos) && are_apart(*x, sin) && (!positions || are_apart(*x, *positions));
+      if (!apart) throw Refused{"aliasing"};
     }
-    if (!apart) throw Refused{"aliasing"};
     return std::pair(q, k);
   });
 }

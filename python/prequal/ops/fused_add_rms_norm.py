@@ -157,10 +157,11 @@ def fused_add_rms_norm_(
 
     Raises:
         TypeError, ValueError: as fused_add_rms_norm.
+        ValueError: x and residual share memory, or elements of one of them do. Nothing is written then.
         RuntimeError: a gradient would have to be recorded: use fused_add_rms_norm for that.
 
-    Contract: Tolerance (rms_norm's, with its arithmetic); as fused_add_rms_norm. Where the tensors share memory the
-    reference answers.
+    Contract: Tolerance (rms_norm's, with its arithmetic); as fused_add_rms_norm. Where the weight lies in x or residual
+    the reference answers, by the weight as it was.
 
     Source: rms_norm's; the fusion as in vLLM.
     """
@@ -171,6 +172,25 @@ def fused_add_rms_norm_(
     residual.copy_(total)
 
 
-fused_add_rms_norm_.check(check)
-fused_add_rms_norm_.bad_calls(bad_calls)
+@fused_add_rms_norm_.check
+def _(x, residual, weight, eps, *, weight_offset, exact_rounding):
+    check(x, residual, weight, eps, weight_offset=weight_offset, exact_rounding=exact_rounding)
+    c.is_apart("x", x)
+    c.is_apart("residual", residual)
+    c.are_apart("residual", residual, "x", x)
+
+
+@fused_add_rms_norm_.bad_calls
+def _(device):
+    yield from bad_calls(device)
+    both = torch.ones(3, 8, device=device)
+    shared = r"residual: expected memory apart from that of x, which is written, got shared memory"
+    yield BadCall((both, both), ValueError, shared)
+    yield BadCall((both[:2], both[1:]), ValueError, shared)
+    yield BadCall((both[:, :5], both[:, 3:]), ValueError, shared)
+    one = torch.ones(1, 8, device=device).expand(3, 8)
+    yield BadCall((both, one), ValueError, r"residual: expected a place of its own for every element, .* got shared")
+    yield BadCall((one, both), ValueError, r"x: expected a place of its own for every element, .* got shared")
+
+
 fused_add_rms_norm_.kernel(needs=[*NEEDS, c.apart("x", "residual", read=("weight",))])

@@ -306,9 +306,10 @@ def rope_(
 
     Raises:
         TypeError, ValueError: as rope.
+        ValueError: q and k share memory, or elements of one of them do. Nothing is written then.
         RuntimeError: a gradient would have to be recorded: use rope for that.
 
-    Contract: Tolerance; all as rope. Where q and k share memory the reference answers.
+    Contract: Tolerance; all as rope. Where tables or positions lie in q or k the reference answers, by what they were.
 
     Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
     """
@@ -327,6 +328,29 @@ def rope_(
     k.copy_(turned_k)
 
 
-rope_.check(check)
-rope_.bad_calls(bad_calls)
+@rope_.check
+def _(q, k, cos, sin, positions, **named):
+    check(q, k, cos, sin, positions, **named)
+    c.is_apart("q", q)
+    c.is_apart("k", k)
+    c.are_apart("k", k, "q", q)
+
+
+@rope_.bad_calls
+def _(device):
+    yield from bad_calls(device)
+    qkv = torch.ones(3, 8, 8, device=device)
+    tables = torch.ones(5, 4, device=device), torch.ones(5, 4, device=device)
+    shared = r"k: expected memory apart from that of q, which is written, got shared memory"
+    yield BadCall((qkv, qkv, *tables), ValueError, shared)
+    yield BadCall((qkv[:, :4], qkv[:, 3:], *tables), ValueError, shared)
+    one = qkv[:, :1].expand(3, 4, 8)
+    yield BadCall(
+        (qkv[:, 1:], one, *tables), ValueError, r"k: expected a place of its own for every element, .* shared"
+    )
+    yield BadCall(
+        (one, qkv[:, 1:], *tables), ValueError, r"q: expected a place of its own for every element, .* shared"
+    )
+
+
 rope_.kernel(needs=[*NEEDS, c.apart("q", "k", read=("cos", "sin", "positions"))])
