@@ -92,10 +92,12 @@ NB_MODULE(_native, m) {
   def<ops::layer_norm>(m, "layer_norm", {"x", "weight", "bias", "eps"});
   def<ops::layer_norm_backward>(m, "layer_norm_backward", {"grad", "x", "weight", "eps", "weight_grad", "bias_grad"});
   def<ops::swiglu>(m, "swiglu", {"gate", "up", "exact_rounding"});
+  def<ops::swiglu_>(m, "swiglu_", {"gate", "up", "exact_rounding"});
   def<ops::swiglu_packed>(m, "swiglu_packed", {"x", "interleaved", "exact_rounding"});
   def<ops::swiglu_backward>(m, "swiglu_backward", {"grad", "gate", "up"});
   def<ops::swiglu_packed_backward>(m, "swiglu_packed_backward", {"grad", "x", "interleaved"});
   def<ops::geglu>(m, "geglu", {"gate", "up", "approximate", "exact_rounding"});
+  def<ops::geglu_>(m, "geglu_", {"gate", "up", "approximate", "exact_rounding"});
   def<ops::geglu_packed>(m, "geglu_packed", {"x", "approximate", "interleaved", "exact_rounding"});
   def<ops::geglu_backward>(m, "geglu_backward", {"grad", "gate", "up", "approximate"});
   def<ops::geglu_packed_backward>(m, "geglu_packed_backward", {"grad", "x", "approximate", "interleaved"});

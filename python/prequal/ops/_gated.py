@@ -115,6 +115,12 @@ def check_apart(gate: Any, up: Any) -> None:
     c.same_dtype("up", up, "gate", gate)
 
 
+def check_in_place(gate: Any, up: Any) -> None:
+    check_apart(gate, up)
+    c.is_apart("gate", gate)
+    c.are_apart("up", up, "gate", gate)
+
+
 def check_packed(x: Any, interleaved: Any) -> None:
     c.is_tensor("x", x)
     has_rows("x", x)
@@ -159,6 +165,17 @@ def bad_apart(device: torch.device, lead: tuple[Any, ...] = ()) -> Iterator[BadC
     if device.type == "cuda":
         first = "grad" if lead else "gate"
         yield BadCall((*lead, x, x.cpu()), ValueError, rf"up: expected a tensor on cuda:\d like {first}, got cpu")
+
+
+def bad_in_place(device: torch.device) -> Iterator[BadCall]:
+    yield from bad_apart(device)
+    x = torch.ones(3, 8, device=device)
+    shared = r"up: expected memory apart from that of gate, which is written, got shared memory"
+    yield BadCall((x, x), ValueError, shared)
+    yield BadCall((x[1:], x[:-1]), ValueError, shared)
+    yield BadCall((x[:, :5], x[:, 3:]), ValueError, shared)
+    one = torch.ones(1, 8, device=device).expand(3, 8)
+    yield BadCall((one, x), ValueError, r"gate: expected a place of its own for every element, .* got shared ones")
 
 
 def bad_packed(device: torch.device, lead: tuple[Any, ...] = ()) -> Iterator[BadCall]:

@@ -132,6 +132,42 @@ def _(saved, kept, grad):
     return {"gate": dgate, "up": dup}
 
 
+@op(samples=lambda device: gated.apart_samples(device, 2, EXACT), contract=TOLERANCE, mutates=("gate",))
+def geglu_(gate: Tensor, up: Tensor, approximate: str = "tanh", *, exact_rounding: bool = False) -> Tensor:
+    """`geglu` in place: the result is written into gate.
+
+    Args:
+        gate: [..., I], floating; becomes the result.
+        up: [..., I], of gate's dtype.
+        approximate: "tanh" or "none", as of geglu.
+        exact_rounding: round gelu(gate) to the dtype before the product, as of geglu.
+
+    Returns:
+        gate. No memory is allocated.
+
+    Raises:
+        TypeError, ValueError: as geglu.
+        ValueError: gate and up share memory, or elements of gate do. Nothing is written then.
+        RuntimeError: a gradient would have to be recorded: use geglu for that.
+
+    Contract: Tolerance; all as geglu.
+
+    Source: as geglu.
+    """
+    return gate.copy_(geglu.op.reference(gate, up, approximate, exact_rounding=exact_rounding))
+
+
+@geglu_.check
+def _(gate, up, approximate, *, exact_rounding):
+    gated.check_in_place(gate, up)
+    is_form(approximate)
+    c.is_bool("exact_rounding", exact_rounding)
+
+
+geglu_.bad_calls(gated.bad_in_place)
+geglu_.kernel(needs=gated.APART)
+
+
 @op(samples=lambda device: gated.packed_samples(device, False, EXACT), contract=TOLERANCE)
 def geglu_packed(
     x: Tensor, approximate: str = "tanh", *, interleaved: bool = False, exact_rounding: bool = False

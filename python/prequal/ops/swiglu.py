@@ -94,6 +94,40 @@ def _(saved, kept, grad):
     return {"gate": dgate, "up": dup}
 
 
+@op(samples=lambda device: gated.apart_samples(device, 2, EXACT), contract=TOLERANCE, mutates=("gate",))
+def swiglu_(gate: Tensor, up: Tensor, *, exact_rounding: bool = False) -> Tensor:
+    """`swiglu` in place: the result is written into gate.
+
+    Args:
+        gate: [..., I], floating; becomes the result.
+        up: [..., I], of gate's dtype.
+        exact_rounding: round silu(gate) to the dtype before the product, as of swiglu.
+
+    Returns:
+        gate. No memory is allocated.
+
+    Raises:
+        TypeError, ValueError: as swiglu.
+        ValueError: gate and up share memory, or elements of gate do. Nothing is written then.
+        RuntimeError: a gradient would have to be recorded: use swiglu for that.
+
+    Contract: Tolerance; all as swiglu.
+
+    Source: Shazeer, GLU Variants Improve Transformer, 2020.
+    """
+    return gate.copy_(swiglu.op.reference(gate, up, exact_rounding=exact_rounding))
+
+
+@swiglu_.check
+def _(gate, up, *, exact_rounding):
+    gated.check_in_place(gate, up)
+    c.is_bool("exact_rounding", exact_rounding)
+
+
+swiglu_.bad_calls(gated.bad_in_place)
+swiglu_.kernel(needs=gated.APART)
+
+
 @op(samples=lambda device: gated.packed_samples(device, False, EXACT), contract=TOLERANCE)
 def swiglu_packed(x: Tensor, *, interleaved: bool = False, exact_rounding: bool = False) -> Tensor:
     """`swiglu` of a gate and an up that one matrix product made.
