@@ -43,6 +43,9 @@ def apart_samples(device: torch.device, tensors: int, kwargs: Mapping[str, Mappi
         yield Sample(f"{name} large and small", tuple(30.0 * y for y in call(4, 1024, dtype=dtype)))
         yield Sample(f"{name} no rows", call(0, 64, dtype=dtype))
         yield Sample(f"{name} no columns", call(4, 0, dtype=dtype))
+        if tensors == 3:
+            grad, *rest = call(3, 40, dtype=dtype)
+            yield Sample(f"{name} float64 gradient", (grad.double(), *rest))
         for what, named in kwargs.items():
             yield Sample(f"{name} {what}", call(3, 1032, dtype=dtype), named)
     yield Sample("float64", call(3, 50, dtype=torch.float64))

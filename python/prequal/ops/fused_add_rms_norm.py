@@ -23,6 +23,8 @@ def samples(device):
         name = c.short(dtype)
         yield Sample(f"{name} no weight", call(3, 64, dtype=dtype)[:2])
         yield Sample(f"{name} fp32 weight", call(5, 257, dtype=dtype, weight=torch.float32))
+        for other in (torch.float16, torch.float64):
+            yield Sample(f"{name} {c.short(other)} weight", call(3, 40, dtype=dtype, weight=other))
         for width in (1, 7, 128, 1031, 4095, 4096, 8191, 8192):
             yield Sample(f"{name} width {width}", call(3, width, dtype=dtype))
         for width in (16384, 32771, 65537, 131072, 262151):
@@ -55,7 +57,7 @@ def fused_add_rms_norm(
     Args:
         x: [..., H], floating; what a block adds to the stream.
         residual: [..., H], of x's dtype; the stream.
-        weight: [H], of x's dtype or float32; None for none.
+        weight: [H], floating, None for none. The kernel takes x's dtype and float32; of another the reference answers.
         eps: added to the mean square; same units as x².
         weight_offset: added to the weight in float32: 1 for the Gemma family's.
         exact_rounding: as of rms_norm: round the normalised sum to x's dtype before the weight.
@@ -68,7 +70,7 @@ def fused_add_rms_norm(
     compute, and what the gradient is taken of.
 
     Raises:
-        TypeError: x is not a floating tensor; residual is not of its dtype.
+        TypeError: x or weight is not a floating tensor; residual is not of x's dtype.
         ValueError: x has no dimension; residual is not like x; weight is not [H]; the tensors are on two devices.
 
     Contract: Tolerance (rms_norm's, with its arithmetic); new_residual has the bits of ``x + residual``. Roundings of
@@ -147,7 +149,7 @@ def fused_add_rms_norm_(
     Args:
         x: [..., H], floating; becomes y.
         residual: [..., H], of x's dtype; becomes new_residual.
-        weight: [H], of x's dtype or float32; None for none.
+        weight: [H], floating, None for none. The kernel takes x's dtype and float32; of another the reference answers.
         eps: added to the mean square; same units as x².
         weight_offset: added to the weight in float32: 1 for the Gemma family's.
         exact_rounding: as of rms_norm: round the normalised sum to x's dtype before the weight.

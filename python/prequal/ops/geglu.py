@@ -215,7 +215,7 @@ def geglu_backward(grad: Tensor, gate: Tensor, up: Tensor, approximate: str = "t
     """The gradient of `geglu`: from that of the result to gate's and up's. gelu is computed again, not kept.
 
     Args:
-        grad: [..., I], of the result, of gate's dtype.
+        grad: [..., I], of the result, floating. The kernel takes gate's dtype; of another the reference answers.
         gate: [..., I], as the forward call had it.
         up: [..., I], as the forward call had it.
         approximate: as the forward call had it.
@@ -259,7 +259,7 @@ def geglu_packed_backward(grad: Tensor, x: Tensor, approximate: str = "tanh", *,
     """The gradient of `geglu_packed`: from that of the result to x's, in x's layout.
 
     Args:
-        grad: [..., I], of the result, of x's dtype.
+        grad: [..., I], of the result, floating. The kernel takes x's dtype; of another the reference answers.
         x: [..., 2 I], as the forward call had it.
         approximate: as the forward call had it.
         interleaved: as the forward call had it.

@@ -26,6 +26,10 @@ def samples(device):
         yield Sample(f"{name} no bias", call(3, 72, dtype=dtype)[:2])
         yield Sample(f"{name} bias alone", (x(3, 72, dtype=dtype), None, x(72, dtype=dtype, of=1)))
         yield Sample(f"{name} fp32 weight", call(5, 257, dtype=dtype, parameter=torch.float32))
+        for other in (torch.float16, torch.float64):
+            both = call(3, 40, dtype=dtype, parameter=other)
+            yield Sample(f"{name} {c.short(other)} weight and bias", both)
+            yield Sample(f"{name} {c.short(other)} bias", (both[0], None, both[2]))
         for width in (1, 7, 31, 128, 257, 1031, 2056, 4095, 4096, 8191, 8193):
             yield Sample(f"{name} width {width}", call(3, width, dtype=dtype))
         for width in (16384, 32771, 65537, 131072, 262151):
@@ -57,6 +61,10 @@ def gradient_samples(device):
         name = c.short(dtype)
         yield Sample(f"{name} no weight", call(3, 64, dtype=dtype)[:2])
         yield Sample(f"{name} fp32 weight", call(5, 257, dtype=dtype, weight=torch.float32))
+        for other in (torch.float16, torch.float64):
+            yield Sample(f"{name} {c.short(other)} weight", call(3, 40, dtype=dtype, weight=other))
+        grad, *rest = call(3, 40, dtype=dtype)
+        yield Sample(f"{name} float64 gradient", (grad.double(), *rest))
         for width in (1, 7, 128, 257, 1031, 4095, 4096, 8191, 8192):
             yield Sample(f"{name} width {width}", call(37, width, dtype=dtype))
         for width in (16384, 32771, 65536, 65537, 131080):
@@ -95,8 +103,8 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
     Args:
         x: [..., H], floating.
-        weight: [H], of x's dtype or float32; None for none.
-        bias: [H], of x's dtype or float32; None for none.
+        weight: [H], floating, None for none. The kernel takes x's dtype and float32; of another the reference answers.
+        bias: [H], floating, None for none; as weight.
         eps: added to the variance; same units as x².
 
     Returns:
@@ -108,7 +116,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     The gradient is `layer_norm_backward`; second derivatives are those of its reference.
 
     Raises:
-        TypeError: x is not a floating tensor.
+        TypeError: x, weight or bias is not a floating tensor.
         ValueError: x has no dimension; weight or bias is not [H]; the tensors are on two devices.
 
     Contract: Tolerance (TOLERANCE in the source, with its arithmetic). torch's own layer_norm rounds once, at the end,
@@ -194,9 +202,9 @@ def layer_norm_backward(
     """The gradient of `layer_norm`: from that of the result to x's, weight's and bias's.
 
     Args:
-        grad: [..., H], of the result, of x's dtype.
+        grad: [..., H], of the result, floating. The kernel takes x's dtype; of another the reference answers.
         x: [..., H], as the forward call had it.
-        weight: [H] or None, as the forward call had it.
+        weight: [H] or None, as the forward call had it; the kernel takes x's dtype and float32.
         eps: as the forward call had it.
         weight_grad: False for a frozen weight.
         bias_grad: False for a frozen bias, or none.

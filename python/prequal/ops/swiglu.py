@@ -171,7 +171,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     """The gradient of `swiglu`: from that of the result to gate's and up's. silu is computed again, not kept.
 
     Args:
-        grad: [..., I], of the result, of gate's dtype.
+        grad: [..., I], of the result, floating. The kernel takes gate's dtype; of another the reference answers.
         gate: [..., I], as the forward call had it.
         up: [..., I], as the forward call had it.
 
@@ -213,7 +213,7 @@ def swiglu_packed_backward(grad: Tensor, x: Tensor, *, interleaved: bool = False
     """The gradient of `swiglu_packed`: from that of the result to x's, in x's layout.
 
     Args:
-        grad: [..., I], of the result, of x's dtype.
+        grad: [..., I], of the result, floating. The kernel takes x's dtype; of another the reference answers.
         x: [..., 2 I], as the forward call had it.
         interleaved: as the forward call had it.
 
