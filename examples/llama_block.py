@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import prequal
-from prequal.bench.ablate import ablate
+from prequal.bench.ablate import NotMeasurable, ablate
 from prequal.bench.device import Cuda, Host
 from prequal.bench.stats import Spread
 
@@ -304,7 +304,7 @@ def should_be_gone(paths: Mapping[str, str], ops: Iterable[str] | None) -> list[
 def left_out(name: str, call: Callable[[], Any], args: argparse.Namespace) -> Any:
     try:
         return ablate(call, name=name, rounds=args.ablate_rounds, iterations=args.iterations, progress=progress)
-    except ValueError as error:
+    except NotMeasurable as error:
         return str(error)
 
 

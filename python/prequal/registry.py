@@ -505,9 +505,9 @@ class Op:
 
     def count_fallback(self, args: Sequence[Any], reason: str, detail: str) -> None:
         device = str(self.device_of(args))
-        state.telemetry.fell_back(self.name, device, reason, detail)
-        if state.flags.is_strict:
+        if state.flags.is_strict:  # no reference answers: there is nothing to count
             raise FallbackError(self.name, device, reason, detail)
+        state.telemetry.fell_back(self.name, device, reason, detail)
 
     def unmet_need(self, args: Sequence[Any]) -> Need | None:
         """The first declared need that this right call does not meet. Pure: reads no flag and no environment."""

@@ -772,6 +772,15 @@ def test_a_model_with_nothing_known_is_an_error_that_says_what_it_has():
         prequal.patch(make(), ops=["geglu"])
 
 
+def test_a_norm_of_torchs_own_is_left_and_the_report_says_why():
+    model = nn.Sequential(make(), nn.RMSNorm(64), nn.LayerNorm(64), nn.ReLU())
+    report = quietly(model)
+    reasons = {entry.module: entry.reason for entry in report.left}
+    assert reasons["RMSNorm"] == reasons["LayerNorm"] == patching.TORCHS_NORM
+    assert reasons["ReLU"] == patching.NOTHING
+    assert "1 × RMSNorm: a norm of torch's own: only the code of transformers' models is replaced  [1]" in str(report)
+
+
 @pytest.mark.parametrize("function", [prequal.patch, prequal.unpatch])
 def test_what_is_no_module_is_an_error(function):
     with pytest.raises(TypeError, match=rf"{function.__name__}: model: expected a torch.nn.Module, got str"):
