@@ -12,6 +12,8 @@
 namespace prequal::ops {
 namespace {
 
+struct Unit : FileOf<"fused_add_rms_norm"> {};
+
 // y and sum: [rows, H] of their own strides. Null: fresh ones, which `make` gives once the call is known to be right.
 template <class Out>
 void add_and_norm(const Context& context, const Tensor& x, const Tensor& residual, const std::optional<Tensor>& weight,

@@ -12,6 +12,8 @@
 namespace prequal::ops {
 namespace {
 
+struct Unit : FileOf<"geglu"> {};
+
 template <class Body>
 auto by_form(const std::string& approximate, Body&& body) {
   if (approximate == "tanh") return body.template operator()<gated::GeluTanh>();

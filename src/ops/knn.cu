@@ -18,6 +18,8 @@
 namespace prequal::ops {
 namespace {
 
+struct Unit : FileOf<"knn"> {};
+
 using namespace spatial;
 using tree::Group, tree::Labelled;
 

@@ -18,6 +18,8 @@
 namespace prequal::ops {
 namespace {
 
+struct Unit : FileOf<"rope"> {};
+
 // Of q or k, from which it reads and to which it writes.
 template <class T>
 struct Heads {

@@ -9,6 +9,11 @@
 #include "prequal/gated.cuh"
 
 namespace prequal::ops {
+namespace {
+
+struct Unit : FileOf<"swiglu"> {};
+
+}  // namespace
 
 Buffer swiglu(const Context& context, const Tensor& gate /*[..., I]*/, const Tensor& up /*[..., I]*/,
               bool exact_rounding) {
