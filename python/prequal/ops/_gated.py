@@ -11,7 +11,7 @@ from torch import Tensor
 from prequal import constraints as c
 from prequal.registry import BadCall, Sample
 
-from ._rows import FLOATS, normal
+from ._rows import FLOATS, normal, walks
 
 WIDTHS = (1, 7, 31, 128, 1000, 4095, 4097, 8192)
 
@@ -133,19 +133,24 @@ def check_packed(x: Any, interleaved: Any) -> None:
     c.is_bool("interleaved", interleaved)
 
 
-def check_grad(grad: Any, shape: tuple[int, ...], other: str) -> None:
+def check_apart_gradient(grad: Any, gate: Any, up: Any) -> None:
+    c.is_tensor("grad", grad)
+    check_apart(gate, up)
+    c.same_device(grad=grad, gate=gate, up=up)
+    _check_grad(grad, gate.shape, "gate")
+
+
+def check_packed_gradient(grad: Any, x: Any, interleaved: Any) -> None:
+    c.is_tensor("grad", grad)
+    check_packed(x, interleaved)
+    c.same_device(grad=grad, x=x)
+    _check_grad(grad, (*x.shape[:-1], x.shape[-1] // 2), "the result")
+
+
+def _check_grad(grad: Tensor, shape: tuple[int, ...], other: str) -> None:
     c.is_floating("grad", grad)
     if grad.shape != shape:
         raise ValueError(f"grad: expected the shape {list(shape)} of {other}, got {list(grad.shape)}")
-
-
-def result_of(x: Tensor) -> tuple[int, ...]:
-    """The shape of the result of packed input."""
-    return (*x.shape[:-1], x.shape[-1] // 2)
-
-
-def walks(*names: str) -> list[c.Need]:
-    return [need(name) for name in names for need in (c.unit_stride, c.one_row_stride)]
 
 
 APART = [c.dtype_in("gate", *FLOATS), *walks("gate", "up")]
@@ -188,3 +193,15 @@ def bad_packed(device: torch.device, lead: tuple[Any, ...] = ()) -> Iterator[Bad
     yield BadCall((*lead, x.long()), TypeError, r"x: expected a floating dtype, got int64")
     yield BadCall((*lead, x[:, :7]), ValueError, r"x: expected an even last dimension, gate and up, got \[2, 7\]")
     yield BadCall((*lead, x[0, 0]), ValueError, r"x: expected at least one dimension, got a 0-dimensional tensor")
+
+
+def bad_apart_gradient(device: torch.device) -> Iterator[BadCall]:
+    x = torch.ones(2, 8, device=device)
+    yield from bad_apart(device, (x,))
+    yield BadCall((x[0], x, x), ValueError, r"grad: expected the shape \[2, 8\] of gate, got \[8\]")
+
+
+def bad_packed_gradient(device: torch.device) -> Iterator[BadCall]:
+    x = torch.ones(2, 8, device=device)
+    yield from bad_packed(device, (x[:, :4],))
+    yield BadCall((x, x), ValueError, r"grad: expected the shape \[2, 4\] of the result, got \[2, 8\]")

@@ -7,7 +7,7 @@ from prequal import constraints as c
 from prequal.registry import BadCall, Sample, op
 
 from ._rows import FLOATS, normal
-from .rms_norm import TOLERANCE, WIDEST, rms_norm, rms_norm_backward
+from .rms_norm import TOLERANCE, needs_of, rms_norm, rms_norm_backward
 from .rms_norm import check as check_norm
 
 
@@ -94,13 +94,7 @@ def check(x, residual, weight, eps, *, weight_offset, exact_rounding):
     c.same_dtype("residual", residual, "x", x)
 
 
-NEEDS = (
-    c.at_most("x", -1, WIDEST),
-    c.dtype_in("x", *FLOATS),
-    c.unit_stride("weight"),
-    c.dtype_of_or("weight", "x", torch.float32),
-    *(need(name) for name in ("x", "residual") for need in (c.unit_stride, c.one_row_stride)),
-)
+NEEDS = needs_of("x", "residual")
 fused_add_rms_norm.kernel(needs=NEEDS)
 
 

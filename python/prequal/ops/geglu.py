@@ -237,20 +237,11 @@ def geglu_backward(grad: Tensor, gate: Tensor, up: Tensor, approximate: str = "t
 
 @geglu_backward.check
 def _(grad, gate, up, approximate):
-    c.is_tensor("grad", grad)
-    gated.check_apart(gate, up)
-    c.same_device(grad=grad, gate=gate, up=up)
-    gated.check_grad(grad, gate.shape, "gate")
+    gated.check_apart_gradient(grad, gate, up)
     is_form(approximate)
 
 
-@geglu_backward.bad_calls
-def _(device):
-    x = torch.ones(2, 8, device=device)
-    yield from gated.bad_apart(device, (x,))
-    yield BadCall((x[0], x, x), ValueError, r"grad: expected the shape \[2, 8\] of gate, got \[8\]")
-
-
+geglu_backward.bad_calls(gated.bad_apart_gradient)
 geglu_backward.kernel(needs=gated.APART_GRADIENT)
 
 
@@ -280,18 +271,9 @@ def geglu_packed_backward(grad: Tensor, x: Tensor, approximate: str = "tanh", *,
 
 @geglu_packed_backward.check
 def _(grad, x, approximate, *, interleaved):
-    c.is_tensor("grad", grad)
-    gated.check_packed(x, interleaved)
-    c.same_device(grad=grad, x=x)
-    gated.check_grad(grad, gated.result_of(x), "the result")
+    gated.check_packed_gradient(grad, x, interleaved)
     is_form(approximate)
 
 
-@geglu_packed_backward.bad_calls
-def _(device):
-    x = torch.ones(2, 8, device=device)
-    yield from gated.bad_packed(device, (x[:, :4],))
-    yield BadCall((x, x), ValueError, r"grad: expected the shape \[2, 4\] of the result, got \[2, 8\]")
-
-
+geglu_packed_backward.bad_calls(gated.bad_packed_gradient)
 geglu_packed_backward.kernel(needs=gated.PACKED_GRADIENT)

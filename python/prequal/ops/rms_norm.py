@@ -7,7 +7,7 @@ from prequal import constraints as c
 from prequal.contracts import Tolerance
 from prequal.registry import BadCall, Sample, op
 
-from ._rows import FLOATS, normal, over_rows, stored, wide_of
+from ._rows import FLOATS, normal, over_rows, stored, walks, wide_of
 
 WIDEST = 2**30
 
@@ -181,16 +181,18 @@ def _(x, weight, eps, *, weight_offset, exact_rounding):
     c.is_bool("exact_rounding", exact_rounding)
 
 
-rms_norm.kernel(
-    needs=[
+def needs_of(*rows, parameters=("weight",), like=()):
+    """A norm's: of its tensors [..., H], its parameters [H], and what must be of x's dtype."""
+    return [
         c.at_most("x", -1, WIDEST),
+        *(c.dtype_of_or(name, "x") for name in like),
         c.dtype_in("x", *FLOATS),
-        c.unit_stride("weight"),
-        c.dtype_of_or("weight", "x", torch.float32),
-        c.unit_stride("x"),
-        c.one_row_stride("x"),
+        *(need for name in parameters for need in (c.unit_stride(name), c.dtype_of_or(name, "x", torch.float32))),
+        *walks(*rows),
     ]
-)
+
+
+rms_norm.kernel(needs=needs_of("x"))
 
 
 @rms_norm.backward(saves=("x", "weight"))
@@ -206,21 +208,26 @@ def _(saved, kept, grad):
     return {"x": dx, "weight": dweight}
 
 
-@rms_norm.bad_calls
-def _(device):
+def bad_norms(device):
+    """Of (x, weight, ...)."""
     x = torch.ones(2, 8, device=device)
     yield BadCall(([1.0],), TypeError, r"x: expected a torch.Tensor, got list")
     yield BadCall((x, 3), TypeError, r"weight: expected a torch.Tensor, got int")
-    yield BadCall((x, None, "small"), TypeError, r"eps: expected a float, got str")
     yield BadCall((x.long(),), TypeError, r"x: expected a floating dtype, got int64")
     yield BadCall((x, x[0].long()), TypeError, r"weight: expected a floating dtype, got int64")
     yield BadCall((x[0, 0],), ValueError, r"x: expected at least one dimension, got a 0-dimensional tensor")
-    yield BadCall(
-        (x, x[0, :7]), ValueError, r"weight: expected shape \[8\] to match the last dimension of x, got \[7\]"
-    )
-    yield BadCall((x, x), ValueError, r"weight: expected shape \[8\] .*, got \[2, 8\]")
+    text = r"weight: expected shape \[8\] to match the last dimension of x, got"
+    yield BadCall((x, x[0, :7]), ValueError, rf"{text} \[7\]")
+    yield BadCall((x, x), ValueError, rf"{text} \[2, 8\]")
     if device.type == "cuda":
         yield BadCall((x, x[0].cpu()), ValueError, r"weight: expected a tensor on cuda:\d like x, got cpu")
+
+
+@rms_norm.bad_calls
+def _(device):
+    yield from bad_norms(device)
+    x = torch.ones(2, 8, device=device)
+    yield BadCall((x, None, "small"), TypeError, r"eps: expected a float, got str")
 
 
 @op(samples=gradient_samples, contract=GRADIENT_TOLERANCE)
@@ -292,17 +299,7 @@ def _(grad, x, weight, eps, added, *, weight_offset, weight_grad):
             c.same_shape(name, value, "x", x)
 
 
-rms_norm_backward.kernel(
-    needs=[
-        c.at_most("x", -1, WIDEST),
-        c.dtype_of_or("grad", "x"),
-        c.dtype_of_or("added", "x"),
-        c.dtype_in("x", *FLOATS),
-        c.unit_stride("weight"),
-        c.dtype_of_or("weight", "x", torch.float32),
-        *(need(name) for name in ("grad", "x", "added") for need in (c.unit_stride, c.one_row_stride)),
-    ]
-)
+rms_norm_backward.kernel(needs=needs_of("grad", "x", "added", like=("grad", "added")))
 
 
 @rms_norm_backward.bad_calls

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from prequal import constraints as c
 from prequal.contracts import Tolerance
-from prequal.registry import BadCall, op
+from prequal.registry import op
 
 from . import _gated as gated
 from ._rows import stored, wide_of
@@ -190,21 +190,8 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     return stored(dgate, gate), stored(dup, gate)
 
 
-@swiglu_backward.check
-def _(grad, gate, up):
-    c.is_tensor("grad", grad)
-    gated.check_apart(gate, up)
-    c.same_device(grad=grad, gate=gate, up=up)
-    gated.check_grad(grad, gate.shape, "gate")
-
-
-@swiglu_backward.bad_calls
-def _(device):
-    x = torch.ones(2, 8, device=device)
-    yield from gated.bad_apart(device, (x,))
-    yield BadCall((x[0], x, x), ValueError, r"grad: expected the shape \[2, 8\] of gate, got \[8\]")
-
-
+swiglu_backward.check(gated.check_apart_gradient)
+swiglu_backward.bad_calls(gated.bad_apart_gradient)
 swiglu_backward.kernel(needs=gated.APART_GRADIENT)
 
 
@@ -233,17 +220,8 @@ def swiglu_packed_backward(grad: Tensor, x: Tensor, *, interleaved: bool = False
 
 @swiglu_packed_backward.check
 def _(grad, x, *, interleaved):
-    c.is_tensor("grad", grad)
-    gated.check_packed(x, interleaved)
-    c.same_device(grad=grad, x=x)
-    gated.check_grad(grad, gated.result_of(x), "the result")
+    gated.check_packed_gradient(grad, x, interleaved)
 
 
-@swiglu_packed_backward.bad_calls
-def _(device):
-    x = torch.ones(2, 8, device=device)
-    yield from gated.bad_packed(device, (x[:, :4],))
-    yield BadCall((x, x), ValueError, r"grad: expected the shape \[2, 4\] of the result, got \[2, 8\]")
-
-
+swiglu_packed_backward.bad_calls(gated.bad_packed_gradient)
 swiglu_packed_backward.kernel(needs=gated.PACKED_GRADIENT)
