@@ -189,10 +189,10 @@ PATIENCE = 10_000  # places that a search looks at before it counts as one that 
 
 
 def _first_byte(x: Tensor) -> int | None:
-    """None of what has no memory: the call is checked again when it runs."""
+    """None of what has no memory of its own, traced or wrapped: the call is checked again when it runs."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
-    return None if x.device.type == "meta" or isinstance(x, FakeTensor) else x.data_ptr()
+    return None if x.device.type == "meta" or isinstance(x, FakeTensor) else x.data_ptr() or None
 
 
 def _is_apart(x: Tensor) -> bool:

@@ -242,6 +242,25 @@ def test_elements_of_two_sizes_share_bytes(native):
     assert not constraints._are_apart(halves[1::4], memory[::2])
 
 
+def test_what_has_no_memory_shares_none():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            return NotImplemented
+
+    with FakeTensorMode():
+        fake = torch.empty(3, 4)
+    for x in (fake, torch.empty(3, 4, device="meta"), Wrapper(torch.empty(3, 4)), torch.empty(0, 4)):
+        assert constraints._are_apart(x, x)
+        assert constraints._is_apart(x)
+
+
 def test_a_search_that_would_take_too_long_counts_as_memory_that_is_shared(monkeypatch):
     walks = [(10, 5), (7, 5), (4, 5)]
     assert not constraints._reach(13, walks)
