@@ -72,7 +72,7 @@ class Walks {
 // True where no two elements of a tensor share memory. Two do where the steps from one to the other add up to nothing: one
 // or more in some dimension, and any number, forwards or backwards, in those after it.
 inline bool is_apart(const Tensor& x) {
-  if (x.numel() == 0) return true;
+  if (x.numel() == 0 || x.contiguous_from(0)) return true;
   for (int once = 0; once < x.rank; ++once) {
     if (x.shape[once] == 1) continue;
     if (x.stride[once] == 0) return false;
