@@ -3,6 +3,10 @@
 # PREQUAL_POLICY=strict serves no fast path without it, so a start that could not qualify is slow and says why; it is
 # never wrong. PREQUAL_REQUIRE=1 ends such a start instead.
 set -u
+if [ -z "${PREQUAL_LOCK:-}" ]; then
+  echo "start-worker: PREQUAL_LOCK: expected the path of a lock, got none" >&2
+  exit 2
+fi
 if prequal lock explain "$PREQUAL_LOCK" > /dev/null 2>&1; then
   exec "$@"
 fi

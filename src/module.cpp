@@ -1,9 +1,14 @@
 // prequal._native: one line an op, then what runtime/ needs to watch and steer them.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include <chrono>
+#include <map>
+#include <optional>
 #include <stdexcept>
+#include <string>
 
 #include "binding.h"
 #include "ops.h"
@@ -65,18 +70,29 @@ bool use_exchange_api(bool wanted) {
   return true;
 }
 
-// Loads every kernel on the current context of this device: no later launch loads a module.
-int preload(int device) {
+// How many kernels the files of each basename launch.
+std::map<std::string, int> kernel_counts() {
+  std::map<std::string, int> counts;
+  for (const Kernel& kernel : kernels()) ++counts[kernel.basename];
+  return counts;
+}
+
+// Loads the kernels of these files, of None all, on the current context of this device: no later launch of theirs loads a
+// module. How many there are.
+int preload(int device, const std::optional<std::string>& basename) {
+  int loaded = 0;
   try {
     DeviceGuard guard(device_at(device));
-    for (const void* kernel : kernels()) {
+    for (const Kernel& kernel : kernels()) {
+      if (basename && *basename != kernel.basename) continue;
       cudaFuncAttributes attributes;
-      check(cudaFuncGetAttributes(&attributes, kernel), "preload");
+      check(cudaFuncGetAttributes(&attributes, kernel.function), "preload");
+      ++loaded;
     }
   } catch (const CudaFailure& error) {
     throw std::runtime_error("preload on cuda:" + std::to_string(device) + ": " + error.what());
   }
-  return static_cast<int>(kernels().size());
+  return loaded;
 }
 
 }  // namespace
@@ -92,10 +108,12 @@ NB_MODULE(_native, m) {
   def<ops::layer_norm>(m, "layer_norm", {"x", "weight", "bias", "eps"});
   def<ops::layer_norm_backward>(m, "layer_norm_backward", {"grad", "x", "weight", "eps", "weight_grad", "bias_grad"});
   def<ops::swiglu>(m, "swiglu", {"gate", "up", "exact_rounding"});
+  def<ops::swiglu_>(m, "swiglu_", {"gate", "up", "exact_rounding"});
   def<ops::swiglu_packed>(m, "swiglu_packed", {"x", "interleaved", "exact_rounding"});
   def<ops::swiglu_backward>(m, "swiglu_backward", {"grad", "gate", "up"});
   def<ops::swiglu_packed_backward>(m, "swiglu_packed_backward", {"grad", "x", "interleaved"});
   def<ops::geglu>(m, "geglu", {"gate", "up", "approximate", "exact_rounding"});
+  def<ops::geglu_>(m, "geglu_", {"gate", "up", "approximate", "exact_rounding"});
   def<ops::geglu_packed>(m, "geglu_packed", {"x", "approximate", "interleaved", "exact_rounding"});
   def<ops::geglu_backward>(m, "geglu_backward", {"grad", "gate", "up", "approximate"});
   def<ops::geglu_packed_backward>(m, "geglu_packed_backward", {"grad", "x", "approximate", "interleaved"});
@@ -146,7 +164,8 @@ NB_MODULE(_native, m) {
         return taken.count();
       },
       "calls"_a);
-  m.def("preload", &preload, "device"_a);
+  m.def("kernels", &kernel_counts);
+  m.def("preload", &preload, "device"_a, "basename"_a.none());
   m.def("runtime_version", [] {
     int version = 0;
     cudaRuntimeGetVersion(&version);

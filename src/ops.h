@@ -34,12 +34,14 @@ std::tuple<Buffer, Buffer, Buffer> layer_norm_backward(const Context&, const Ten
 
 // src/ops/swiglu.cu
 Buffer swiglu(const Context&, const Tensor& gate, const Tensor& up, bool exact_rounding);
+void swiglu_(const Context&, const Tensor& gate, const Tensor& up, bool exact_rounding);
 Buffer swiglu_packed(const Context&, const Tensor& x, bool interleaved, bool exact_rounding);
 std::tuple<Buffer, Buffer> swiglu_backward(const Context&, const Tensor& grad, const Tensor& gate, const Tensor& up);
 Buffer swiglu_packed_backward(const Context&, const Tensor& grad, const Tensor& x, bool interleaved);
 
 // src/ops/geglu.cu
 Buffer geglu(const Context&, const Tensor& gate, const Tensor& up, const std::string& approximate, bool exact_rounding);
+void geglu_(const Context&, const Tensor& gate, const Tensor& up, const std::string& approximate, bool exact_rounding);
 Buffer geglu_packed(const Context&, const Tensor& x, const std::string& approximate, bool interleaved,
                     bool exact_rounding);
 std::tuple<Buffer, Buffer> geglu_backward(const Context&, const Tensor& grad, const Tensor& gate, const Tensor& up,

@@ -111,14 +111,15 @@ def test_tracing_tells_the_shape_dtype_and_strides_of_the_answer(op, name, devic
     want = [] if op.mutates else tensors(op.answer(op.bind(sample.args, sample.kwargs)))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in sample.args]
-        got = tensors(public(op)(*fake, **sample.kwargs))
+        out = public(op)(*fake, **sample.kwargs)
+    got = [] if op.mutates else tensors(out)
     for a, b in zip(got, want, strict=True):
         assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
         assert b.is_contiguous()
         assert a.is_contiguous()
 
 
-@every_op
+@every_functional_op
 def test_the_answer_is_fresh_memory(op, device):
     args = quick(op, device).args
     out = tensors(public(op)(*args))
@@ -138,14 +139,40 @@ def test_a_call_leaves_its_arguments_as_they_were(op, device):
 
 
 @every_writing_op
-def test_an_op_that_writes_answers_nothing_and_tells_autograd(op, device):
+def test_an_op_that_writes_answers_the_one_that_it_wrote_into_and_tells_autograd(op, device):
     args = op.bind(quick(op, device).args)
-    for function in (public(op), op.packet):
+    one = args[op.arguments.index(op.mutates[0])] if len(op.mutates) == 1 else None
+    for function, answers in ((public(op), one), (op.packet, None), (torch.compile(public(op), backend="eager"), one)):
         before = [x._version for x in tensors(args)]
-        assert op._call(function, args) is None
+        assert op._call(function, args) is answers
         for name, x, version in zip(op.arguments, args, before, strict=False):
             if isinstance(x, Tensor):
                 assert (x._version > version) == (name in op.mutates), name
+
+
+@every_writing_op
+def test_an_op_that_writes_does_so_in_inference_mode(op, device):
+    args = quick(op, device).args
+    want = answer(op, op.reference, *args)
+    with torch.inference_mode():
+        made = [x.clone() if isinstance(x, Tensor) else x for x in args]
+        for function in (public(op), op.packet):
+            inputs = op.bind([x.clone() if isinstance(x, Tensor) else x for x in made])
+            op._call(function, inputs)
+            assert op.contract.compare(result(op, None, inputs), want) is None
+
+
+@every_writing_op
+def test_a_call_whose_memory_is_shared_writes_nothing(op, device):
+    """Two outputs, or an output and what it is made of: an answer by halves would be neither the one nor the other."""
+    calls = [call for call in op.wrong_calls(device) if "memory" in call.match or "a place of its own" in call.match]
+    assert calls, "an op that writes declares calls whose memory is shared"
+    for call in calls:
+        args = op.bind(call.args, call.kwargs)
+        before = [x.clone() for x in tensors(args)]
+        with pytest.raises(ValueError, match=call.match):
+            op._call(public(op), args)
+        assert all(torch.equal(x, y) for x, y in zip(tensors(args), before, strict=True))
 
 
 @every_writing_op
@@ -385,7 +412,7 @@ def test_vmap_is_a_call_an_element(op, device):
     stacked = [torch.stack([x, x.flip(0)], dim=1) if isinstance(x, Tensor) else x for x in args]
     in_dims = tuple(1 if isinstance(x, Tensor) else None for x in args)
     wants = [answer(op, op.reference, *(x[:, i] if isinstance(x, Tensor) else x for x in stacked)) for i in range(2)]
-    out = torch.vmap(public(op), in_dims=in_dims, out_dims=None if op.mutates else 0)(*stacked)
+    out = torch.vmap(public(op), in_dims=in_dims, out_dims=None if len(op.mutates) > 1 else 0)(*stacked)
     got = [x.movedim(1, 0) for x in result(op, None, stacked)] if op.mutates else tensors(out)
     for i, want in enumerate(wants):
         assert op.contract.compare([x[i] for x in got], tensors(want)) is None
@@ -607,6 +634,27 @@ def test_samples_do_not_follow_the_callers_defaults(op):
     finally:
         torch.set_default_dtype(torch.float32)
     assert before == after
+
+
+def test_every_kernel_is_known_by_the_op_that_launches_it():
+    """Before an op opens on a device, its kernels are loaded there, and no others."""
+    for path in (REPOSITORY / "src/ops").glob("*.cu"):
+        says = re.findall(r'^struct Unit : FileOf<"(\w+)"> \{\};$', path.read_text(), re.M)
+        assert len(says) == 1, path.name
+        assert f"{path.stem}_".startswith(f"{says[0]}_"), path.name
+    if state.native is None:
+        pytest.skip(f"no native module: {state.native_problem}")
+    counts = state.native.kernels()
+    assert counts.keys() == {op.basename for op in OPS.values()}
+    assert all(count > 0 for count in counts.values())
+
+
+@pytest.mark.gpu
+@every_op
+def test_an_op_loads_the_kernels_of_its_basename_and_no_others(op, cuda):
+    counts = state.native.kernels()
+    assert state.preload(cuda.index, op.basename) == counts[op.basename]
+    assert state.preload(cuda.index) == sum(counts.values())
 
 
 def test_every_launcher_is_an_op_and_every_op_a_launcher():

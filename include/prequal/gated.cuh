@@ -10,6 +10,7 @@
 
 #include "prequal/dispatch.h"
 #include "prequal/launch.h"
+#include "prequal/overlap.h"
 #include "prequal/vec.cuh"
 
 namespace prequal::gated {
@@ -291,11 +292,10 @@ inline Tensor half_shaped(Tensor x, int64_t width) {
 }
 
 template <class Act, bool Exact, class T>
-void start_apart(const Context& context, const Rows<const T>& gate, const Rows<const T>& up, T* out, int64_t rows,
-                 int64_t width) {
-  const bool gaps = rows > 1 && (gate.stride != width || up.stride != width);
+void start_apart(const Context& context, const Rows<const T>& gate, const Rows<const T>& up, const Rows<T>& to,
+                 int64_t rows, int64_t width) {
+  const bool gaps = rows > 1 && (gate.stride != width || up.stride != width || to.stride != width);
   const Shape<T> shape = shape_for<T>(rows, width, gaps);
-  const Rows<T> to{out, width};
   const dim3 grid = grid_of(shape.rows * shape.chunks);
   if (words(shape, gate, up, to)) {
     launch<apart<Act, Exact, T, false>>(context, grid, dim3(threads), gate, up, to, shape);
@@ -343,7 +343,7 @@ void start_gradient_interleaved(const Context& context, const Rows<const T>& gra
   }
 }
 
-// ---- the four launchers of an activation ---------------------------------------------------------------------------
+// ---- the five launchers of an activation ---------------------------------------------------------------------------
 //
 // activation(body): body.operator()<Act>() with Act<true> or Act<false>; a template over speed, as halves take the fast
 // one.
@@ -357,22 +357,37 @@ void by_rounding(bool exact, Body&& body) {
   }
 }
 
-template <template <bool> class Act>
-Buffer forward(const Context& context, const Tensor& gate, const Tensor& up, bool exact) {
+// out(): the tensor that the result is written into, asked for once the call is known to be right.
+template <template <bool> class Act, class Out>
+void forward_into(const Context& context, const Tensor& gate, const Tensor& up, bool exact, Out&& out) {
   const int64_t width = width_of(gate, "gate");
   must_be_like(up, "up", gate, "gate");
   must_be_of(up, "up", gate, "gate");
-  std::optional<Buffer> out;
   dispatch(gate.dtype, Floats{}, [&]<class T>() {
     const auto g = rows_at<const T>(gate), u = rows_at<const T>(up);
-    out.emplace(context.empty_like(gate));
+    const auto to = rows_at<T>(out());
     const int64_t rows = rows_of(gate).count;
     if (rows == 0 || width == 0) return;
-    by_rounding<Act, T>(exact, [&]<class A, bool Exact>() {
-      start_apart<A, Exact, T>(context, g, u, out->template as<T>(), rows, width);
-    });
+    by_rounding<Act, T>(exact,
+                        [&]<class A, bool Exact>() { start_apart<A, Exact, T>(context, g, u, to, rows, width); });
   });
-  return std::move(*out);
+}
+
+template <template <bool> class Act>
+Buffer forward(const Context& context, const Tensor& gate, const Tensor& up, bool exact) {
+  std::optional<Buffer> y;
+  forward_into<Act>(context, gate, up, exact, [&] { return y.emplace(context.empty_like(gate)).view(); });
+  return std::move(*y);
+}
+
+// Into gate: who read an element writes it, and a neighbour that moves a ragged one for it has it from its register.
+template <template <bool> class Act>
+void forward_in_place(const Context& context, const Tensor& gate, const Tensor& up, bool exact) {
+  forward_into<Act>(context, gate, up, exact, [&] {
+    must_be_apart(gate, "gate");
+    must_be_apart(up, "up", gate, "gate");
+    return gate;
+  });
 }
 
 template <template <bool> class Act>
@@ -385,10 +400,11 @@ Buffer forward_packed(const Context& context, const Tensor& x, bool is_interleav
     const int64_t rows = rows_of(x).count;
     if (rows == 0 || width == 0) return;
     by_rounding<Act, T>(exact, [&]<class A, bool Exact>() {
+      T* to = out->template as<T>();
       if (is_interleaved) {
-        start_interleaved<A, Exact, T>(context, both, out->template as<T>(), rows, width);
+        start_interleaved<A, Exact, T>(context, both, to, rows, width);
       } else {
-        start_apart<A, Exact, T>(context, both, rows_at<const T>(x, width), out->template as<T>(), rows, width);
+        start_apart<A, Exact, T>(context, both, rows_at<const T>(x, width), {to, width}, rows, width);
       }
     });
   });

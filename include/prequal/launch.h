@@ -1,5 +1,5 @@
-// Launching a kernel: errors are caught at the launch, and every kernel that can be launched is known beforehand,
-// so that qualification can load all of them (a first launch that loads a module breaks a graph capture).
+// Launching a kernel: errors are caught at the launch, and every kernel that can be launched is known beforehand, with the
+// op it serves, so that an op's are loaded before it opens (a first launch that loads a module breaks a graph capture).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,11 +16,35 @@
 
 namespace prequal {
 
+struct Kernel {
+  const void* function;
+  const char* basename;  // of the op whose files launch it
+};
+
 // Every kernel of the module, filled before main().
-inline std::vector<const void*>& kernels() {
-  static std::vector<const void*> all;
+inline std::vector<Kernel>& kernels() {
+  static std::vector<Kernel> all;
   return all;
 }
+
+template <size_t N>
+struct Text {
+  char at[N];
+  consteval Text(const char (&text)[N]) { std::copy_n(text, N, at); }
+};
+
+template <Text text>
+struct FileOf {
+  static constexpr const char* basename = text.at;
+};
+
+// The file that is compiled. Each .cu that launches says whose it is, `struct Unit : FileOf<"rms_norm"> {};`: in an unnamed
+// namespace, so that every file has its own, and one that says nothing does not compile.
+namespace ops {
+namespace {
+struct Unit;
+}
+}  // namespace ops
 
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
@@ -28,11 +52,11 @@ inline void check(cudaError_t status, const char* what) {
   throw CudaFailure(std::string(what) + ": " + cudaGetErrorName(status) + ": " + cudaGetErrorString(status));
 }
 
-// Instantiating launch<kernel> is what registers the kernel: there is no list to keep.
-template <auto kernel>
+// Instantiating launch<kernel> is what registers the kernel, for the file that does so: there is no list to keep.
+template <auto kernel, class File = ops::Unit>
 struct Registered {
   static inline const bool done = [] {
-    kernels().push_back(reinterpret_cast<const void*>(kernel));
+    kernels().push_back({reinterpret_cast<const void*>(kernel), File::basename});
     return true;
   }();
 };

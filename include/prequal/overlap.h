@@ -1,9 +1,13 @@
-// Whether tensors that a kernel writes share memory, as far as that can be proven from pointers and strides.
+// Whether tensors that a kernel writes share memory, told from pointers and strides.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <numeric>
+#include <string>
 
+#include "prequal/error.h"
 #include "prequal/tensor.h"
 
 namespace prequal {
@@ -16,58 +20,100 @@ inline int64_t extent_bytes(const Tensor& x) {
   return (last + 1) * x.itemsize;
 }
 
-// True where no two elements of a tensor are one: each dimension, from the narrowest stride on, steps over all before
-// it.
-inline bool is_apart(const Tensor& x) {
-  std::array<int, max_rank> by_stride{};
-  int dims = 0;
-  for (int dim = 0; dim < x.rank; ++dim) {
-    if (x.shape[dim] == 0) return true;
-    if (x.shape[dim] == 1) continue;
-    int place = dims++;
-    for (; place > 0 && x.stride[by_stride[place - 1]] > x.stride[dim]; --place)
-      by_stride[place] = by_stride[place - 1];
-    by_stride[place] = dim;
+// `step` bytes, to be gone any number of times up to `most`.
+struct Walk {
+  int64_t step, most;
+};
+
+// The widest first; each step once.
+class Walks {
+ public:
+  void add(int64_t step, int64_t most) {
+    if (step == 0 || most == 0) return;
+    int place = 0;
+    while (place < count_ && at_[place].step > step) ++place;
+    if (place < count_ && at_[place].step == step) {
+      at_[place].most += most;
+      return;
+    }
+    for (int i = count_++; i > place; --i) at_[i] = at_[i - 1];
+    at_[place] = {step, most};
   }
-  int64_t reach = 0;
-  for (int place = 0; place < dims; ++place) {
-    const int dim = by_stride[place];
-    if (x.stride[dim] <= reach) return false;
-    reach += (x.shape[dim] - 1) * x.stride[dim];
+
+  // True where the walks can add up to `target`; a search of more than `patience` places counts as one that found it.
+  bool reach(int64_t target) const {
+    int patience = 10'000;
+    return reach(target, 0, patience);
+  }
+
+ private:
+  bool reach(int64_t target, int first, int& patience) const {
+    if (target == 0) return true;
+    if (target < 0 || first == count_) return false;
+    int64_t rest = 0, divisor = 0;  // of the narrower ones: their sum at most, and what divides all of them
+    for (int i = first + 1; i < count_; ++i) {
+      rest += at_[i].step * at_[i].most;
+      divisor = std::gcd(divisor, at_[i].step);
+    }
+    const int64_t step = at_[first].step;
+    const int64_t least = std::max<int64_t>(0, target - rest + step - 1) / step;
+    for (int64_t times = std::min(at_[first].most, target / step); times >= least; --times) {
+      if (--patience < 0) return true;
+      const int64_t left = target - times * step;
+      if (left == 0 || (divisor != 0 && left % divisor == 0 && reach(left, first + 1, patience))) return true;
+    }
+    return false;
+  }
+
+  std::array<Walk, 2 * max_rank + 1> at_{};
+  int count_ = 0;
+};
+
+// True where no two elements of a tensor share memory. Two do where the steps from one to the other add up to nothing: one
+// or more in some dimension, and any number, forwards or backwards, in those after it.
+inline bool is_apart(const Tensor& x) {
+  if (x.numel() == 0 || x.contiguous_from(0)) return true;
+  for (int once = 0; once < x.rank; ++once) {
+    if (x.shape[once] == 1) continue;
+    if (x.stride[once] == 0) return false;
+    Walks walks;
+    walks.add(x.stride[once], x.shape[once] - 2);
+    int64_t target = -x.stride[once];
+    for (int dim = once + 1; dim < x.rank; ++dim) {
+      walks.add(x.stride[dim], 2 * (x.shape[dim] - 1));
+      target += (x.shape[dim] - 1) * x.stride[dim];
+    }
+    if (walks.reach(target)) return false;
   }
   return true;
 }
 
-// True where two tensors share no memory: their extents are apart, or both are slices of one packed row, beside each
-// other in the last dimensions and walking the dimensions before by the same strides.
+// True where two tensors share no memory.
 inline bool are_apart(const Tensor& a, const Tensor& b) {
   const int64_t a_bytes = extent_bytes(a), b_bytes = extent_bytes(b);
   if (a_bytes == 0 || b_bytes == 0) return true;
   const auto* a_first = a.as<const char>();
   const auto* b_first = b.as<const char>();
   if (a_first + a_bytes <= b_first || b_first + b_bytes <= a_first) return true;
-  if (a.rank != b.rank || a.itemsize != b.itemsize) return false;
 
-  const auto walk = [](const Tensor& x, int dim) { return x.shape[dim] > 1 ? x.stride[dim] : 0; };
-  int outer = 0;
-  while (outer < a.rank && a.shape[outer] == b.shape[outer] && walk(a, outer) == walk(b, outer)) ++outer;
-  // From the last of the common dimensions backwards: the slices must lie within one step of the narrowest of them.
-  for (; outer > 0; --outer) {
-    int64_t step = 0;
-    for (int dim = 0; dim < outer; ++dim) {
-      if (a.shape[dim] > 1) step = step == 0 ? a.stride[dim] : std::min(step, a.stride[dim]);
-    }
-    if (step <= 0) continue;
-    bool whole_steps = true;
-    for (int dim = 0; dim < outer; ++dim) whole_steps &= a.shape[dim] == 1 || a.stride[dim] % step == 0;
-    if (!whole_steps) continue;
-    Tensor one_a = a, one_b = b;
-    for (int dim = 0; dim < outer; ++dim) one_a.shape[dim] = one_b.shape[dim] = 1;
-    const int64_t bytes = step * a.itemsize, apart = b_first - a_first;
-    const int64_t at = (apart % bytes + bytes) % bytes;  // where b's slice begins within a's step
-    if (std::abs(apart) < bytes && at >= extent_bytes(one_a) && at + extent_bytes(one_b) <= bytes) return true;
+  // A byte of a is one of b: b's walks are gone back from its last byte, so that all of them go one way.
+  Walks walks;
+  walks.add(1, a.itemsize - 1 + b.itemsize - 1);
+  for (const Tensor* x : {&a, &b}) {
+    for (int dim = 0; dim < x->rank; ++dim) walks.add(x->stride[dim] * x->itemsize, x->shape[dim] - 1);
   }
-  return false;
+  return !walks.reach(b_first - a_first + b_bytes - 1);
+}
+
+// What a launcher writes into must lie in places of its own: every element,
+inline void must_be_apart(const Tensor& x, const char* argument) {
+  if (!is_apart(x)) wrong_value(argument, "a place of its own for every element, since it is written", "shared ones");
+}
+
+// and all of it, apart from another argument that is written or read.
+inline void must_be_apart(const Tensor& x, const char* argument, const Tensor& written, const char* name) {
+  if (are_apart(x, written)) return;
+  wrong_value(argument, std::string("memory apart from that of ") + name + ", which is written", "shared memory");
 }
 
 }  // namespace prequal

@@ -7,12 +7,14 @@ read no environment. Messages name the argument, what was expected and what came
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 Arguments = Mapping[str, Any]
 
@@ -89,59 +91,15 @@ def one_row_stride(argument: str) -> Need:
     return Need("rows", f"one stride over all rows of {argument}", holds)
 
 
-def apart(*written: str, read: Sequence[str] = ()) -> Need:
-    """What is written shares no memory with itself or anything else, as far as strides can prove it."""
+def apart(*written: str, read: Sequence[str]) -> Need:
+    """What is written shares no memory with what is only read: else the kernel reads what it has written."""
 
     def holds(args: Arguments) -> bool:
         others = [args[name] for name in read if args[name] is not None]
-        tensors = [args[name] for name in written]
-        return all(_is_apart(x) for x in tensors) and all(
-            _are_apart(x, y) for i, x in enumerate(tensors) for y in (*tensors[i + 1 :], *others)
-        )
+        return all(_are_apart(args[name], y) for name in written for y in others)
 
-    return Need("aliasing", f"{' and '.join(written)} in memory of their own", holds)
-
-
-def _is_apart(x: Tensor) -> bool:
-    if x.numel() == 0:
-        return True
-    reach = 0
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
-        if stride <= reach:
-            return False
-        reach += (size - 1) * stride
-    return True
-
-
-def _extent(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    return (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * itemsize
-
-
-def _are_apart(a: Tensor, b: Tensor) -> bool:
-    """Two extents, or two slices beside each other in the rows of one packed tensor: overlap.h says the same."""
-    if a.numel() == 0 or b.numel() == 0:
-        return True
-    if a.device.type == "meta" or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return True
-    size = a.element_size()
-    apart = b.data_ptr() - a.data_ptr()
-    if apart >= _extent(a.shape, a.stride(), size) or -apart >= _extent(b.shape, b.stride(), b.element_size()):
-        return True
-    if a.dim() != b.dim() or size != b.element_size():
-        return False
-    outer = 0
-    walks = [[s if n > 1 else 0 for n, s in zip(x.shape, x.stride(), strict=True)] for x in (a, b)]
-    while outer < a.dim() and a.shape[outer] == b.shape[outer] and walks[0][outer] == walks[1][outer]:
-        outer += 1
-    for dims in range(outer, 0, -1):
-        steps = [s for s in walks[0][:dims] if s]
-        if not steps or any(s % min(steps) for s in steps):
-            continue
-        step = min(steps) * size
-        mine, theirs = (_extent(x.shape[dims:], x.stride()[dims:], size) for x in (a, b))
-        if abs(apart) < step and mine <= apart % step <= step - theirs:
-            return True
-    return False
+    text = f"{' and '.join(written)} in other memory than {' and '.join(read)}"
+    return Need("aliasing", text, holds)
 
 
 # ---- arguments ---------------------------------------------------------------------------------------------------
@@ -186,6 +144,22 @@ def same_dtype(argument: str, x: Tensor, other: str, y: Tensor) -> None:
         raise TypeError(f"{argument}: expected {short(y.dtype)} like {other}, got {short(x.dtype)}")
 
 
+def is_apart(argument: str, x: Tensor) -> None:
+    """Of what is written: no two of its elements share memory."""
+    if not _is_apart(x):
+        raise ValueError(
+            f"{argument}: expected a place of its own for every element, since it is written, got shared ones"
+        )
+
+
+def are_apart(argument: str, x: Tensor, written: str, y: Tensor) -> None:
+    """Of what is written or read beside what is written: they share no memory."""
+    if not _are_apart(x, y):
+        raise ValueError(
+            f"{argument}: expected memory apart from that of {written}, which is written, got shared memory"
+        )
+
+
 def is_bool(argument: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{argument}: expected a bool, got {type(value).__name__}")
@@ -207,3 +181,76 @@ def is_number(argument: str, value: object) -> None:
     number = hasattr(type(value), "__float__") or hasattr(type(value), "__index__")
     if isinstance(value, bool | Tensor) or not number:
         raise TypeError(f"{argument}: expected a float, got {type(value).__name__}")
+
+
+# ---- memory: overlap.h says the same ---------------------------------------------------------------------------------
+
+PATIENCE = 10_000  # places that a search looks at before it counts as one that found something
+
+
+def _first_byte(x: Tensor) -> int | None:
+    """None of what has no memory of its own, traced or wrapped: the call is checked again when it runs."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return None if x.device.type == "meta" or isinstance(x, FakeTensor) else x.data_ptr() or None
+
+
+def _is_apart(x: Tensor) -> bool:
+    """Two elements share memory where the steps from one to the other add up to nothing: one or more in some dimension,
+    and any number, forwards or backwards, in those after it."""
+    if _first_byte(x) is None or x.numel() == 0:
+        return True
+    dims = [(stride, size - 1) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    for i, (stride, most) in enumerate(dims):
+        back = sum(step * times for step, times in dims[i + 1 :])
+        walks = [(stride, most - 1), *((step, 2 * times) for step, times in dims[i + 1 :])]
+        if stride == 0 or _reach(back - stride, walks):
+            return False
+    return True
+
+
+def _are_apart(a: Tensor, b: Tensor) -> bool:
+    first, second = _first_byte(a), _first_byte(b)
+    if first is None or second is None or a.numel() == 0 or b.numel() == 0:
+        return True
+    walks = [
+        (stride * x.element_size(), size - 1) for x in (a, b) for stride, size in zip(x.stride(), x.shape, strict=True)
+    ]
+    mine, theirs = (
+        x.element_size() * (1 + sum(n * step for step, n in zip(x.stride(), (n - 1 for n in x.shape), strict=True)))
+        for x in (a, b)
+    )
+    if first + mine <= second or second + theirs <= first:
+        return True
+    # a byte of a is one of b: b's walks are gone back from its last byte, so that all of them go one way
+    walks.append((1, a.element_size() - 1 + b.element_size() - 1))
+    return not _reach(second - first + theirs - 1, walks)
+
+
+def _reach(target: int, walks: Iterable[tuple[int, int]]) -> bool:
+    """Whether walks of (step, at most so many times) can add up to the target."""
+    most: dict[int, int] = {}
+    for step, times in walks:
+        if step and times:
+            most[step] = most.get(step, 0) + times
+    order = sorted(most.items(), reverse=True)
+    patience = PATIENCE
+
+    def reach(target: int, first: int) -> bool:
+        nonlocal patience
+        if target == 0:
+            return True
+        if target < 0 or first == len(order):
+            return False
+        step, times = order[first]
+        narrower = order[first + 1 :]
+        rest = sum(step * times for step, times in narrower)
+        divisor = math.gcd(*(step for step, _ in narrower))
+        for n in range(min(times, target // step), max(0, -((rest - target) // step)) - 1, -1):
+            patience -= 1
+            left = target - n * step
+            if patience < 0 or left == 0 or (divisor and left % divisor == 0 and reach(left, first + 1)):
+                return True
+        return False
+
+    return reach(target, 0)

@@ -130,7 +130,8 @@ def op(
 ) -> Callable[[Callable[..., Any]], OpFunction]:
     """Declare an op. The first sample is the quick case: small, and run at first use where no evidence covers a GPU.
 
-    mutates: the arguments that it writes into. Such an op returns None and has no gradient: recording one raises.
+    mutates: the arguments that it writes into. Such an op has no gradient: recording one raises. It returns the
+    argument where that is one, as torch's own do, and else None; in torch.ops, None.
     """
 
     def declare(reference: Callable[..., Any]) -> OpFunction:
@@ -231,6 +232,8 @@ class Op:
     def _register(self) -> None:
         # torch gives keyword-only tensors neither autograd nor vmap: in the schema every argument has a place
         schema = library.infer_schema(self.reference, mutates_args=self.mutates)
+        if self.mutates:  # an output of torch.library's may be no argument
+            schema = f"{schema.partition(' -> ')[0]} -> ()"
         self.schema = schema.replace("*, ", "")
         qualified = f"{NAMESPACE}::{self.name}"
         LIBRARY.define(f"{self.name}{self.schema}")
@@ -268,9 +271,8 @@ class Op:
 
     def _dispatched(self, *args: Any, **kwargs: Any) -> Any:
         # The dispatcher drops trailing defaults. inspect's bind costs 10 us a call, as much as a whole op.
-        if kwargs:
-            return self.answer(self.bind(args, kwargs))
-        return self.answer(args + self._defaults[len(args) :])
+        out = self.answer(self.bind(args, kwargs) if kwargs else args + self._defaults[len(args) :])
+        return None if self.mutates else out
 
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
         bound = self.bind(args, kwargs)
@@ -405,21 +407,27 @@ class Op:
             declared.append(f"{name}=default_{name}" if has_default else name)
             passed.append(f"{name}={name}" if keyword_only else name)
             in_order.append(name)
+        written = self.mutates[0] if len(self.mutates) == 1 else None
+        values, values_by_name = ", ".join(in_order), ", ".join(passed)
+
+        def answer(call: str) -> str:
+            return f"{call}; return {written}" if self.mutates else f"return {call}"
+
         source = (
             f"def {self.name}({', '.join(declared)}):\n"
             f"    if is_tracing():\n"
-            f"        return packet({', '.join(passed)})\n"
+            f"        {answer(f'packet({values_by_name})')}\n"
             f"    try:\n"
-            f"        out = native({', '.join(in_order)})\n"
+            f"        out = native({values})\n"
             f"    except RuntimeError:\n"
-            f"        failed({', '.join(in_order)})\n"
+            f"        failed({values})\n"
             f"        raise\n"
             f"    if out is NotImplemented:\n"
-            f"        return elsewhere({', '.join(in_order)})\n"
+            f"        {answer(f'elsewhere({values})')}\n"
         )
         if self.mutates:  # autograd must learn of it, or a value saved for some gradient has changed without a word
             source += f"    written(({', '.join(self.mutates)},))\n"
-        source += "    return out\n"
+        source += f"    return {written if self.mutates else 'out'}\n"
         exec(compile(source, f"<prequal.{self.name}>", "exec"), self._globals)  # as dataclasses do
         function = self._globals[self.name]
         function.__doc__ = self.reference.__doc__
@@ -497,9 +505,9 @@ class Op:
 
     def count_fallback(self, args: Sequence[Any], reason: str, detail: str) -> None:
         device = str(self.device_of(args))
-        state.telemetry.fell_back(self.name, device, reason, detail)
-        if state.flags.is_strict:
+        if state.flags.is_strict:  # no reference answers: there is nothing to count
             raise FallbackError(self.name, device, reason, detail)
+        state.telemetry.fell_back(self.name, device, reason, detail)
 
     def unmet_need(self, args: Sequence[Any]) -> Need | None:
         """The first declared need that this right call does not meet. Pure: reads no flag and no environment."""

@@ -69,9 +69,16 @@ def admitted(name: str, args: Sequence[Any], *, trial: bool = False) -> Any:
     return getattr(native, name)(*args)
 
 
-def preload(device: int) -> int:
-    """Load every kernel on this device; how many there are."""
-    return int(native.preload(device)) if native is not None else 0
+_loaded: set[tuple[int, str]] = set()  # basenames whose kernels are loaded on a device
+
+
+def preload(device: int, basename: str | None = None) -> int:
+    """Load the kernels of the ops of this basename, or all of them, on this device; how many there are."""
+    if native is None:
+        return 0
+    count = int(native.preload(device, basename))
+    _loaded.update((device, name) for name in (native.kernels() if basename is None else [basename]))
+    return count
 
 
 def fast_calls() -> Mapping[tuple[str, str], int]:
@@ -98,7 +105,6 @@ class ThisHost:
 
     def __init__(self) -> None:
         self.manifest: Manifest = build_manifest.load()
-        self._loaded: set[int] = set()
 
     def native_problem(self) -> str | None:
         return native_problem
@@ -129,16 +135,15 @@ class ThisHost:
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def loading_problem(self, device: int) -> str | None:
-        if device in self._loaded:
+    def loading_problem(self, basename: str, device: int) -> str | None:
+        if (device, basename) in _loaded:
             return None
         if self.capturing():
-            return "first use on this device inside a graph capture: call an op once before, or qualify"
+            return "first use on this device inside a graph capture: call the op once before, or qualify"
         try:
-            preload(device)
+            preload(device, basename)
         except RuntimeError as error:
             return f"the kernels could not be loaded: {error}"
-        self._loaded.add(device)
         return None
 
     def failure(self, op: str, device: int) -> str | None:

@@ -12,6 +12,8 @@
 namespace prequal::ops {
 namespace {
 
+struct Unit : FileOf<"fused_add_rms_norm"> {};
+
 // y and sum: [rows, H] of their own strides. Null: fresh ones, which `make` gives once the call is known to be right.
 template <class Out>
 void add_and_norm(const Context& context, const Tensor& x, const Tensor& residual, const std::optional<Tensor>& weight,
@@ -65,9 +67,10 @@ void fused_add_rms_norm_(const Context& context, const Tensor& x /*[..., H], bec
                          const std::optional<Tensor>& weight /*[H]*/, double eps, double weight_offset,
                          bool exact_rounding) {
   add_and_norm(context, x, residual, weight, eps, weight_offset, exact_rounding, [&] {
-    const bool apart = is_apart(x) && is_apart(residual) && are_apart(x, residual) &&
-                       (!weight || are_apart(x, *weight)) && (!weight || are_apart(residual, *weight));
-    if (!apart) throw Refused{"aliasing"};
+    must_be_apart(x, "x");
+    must_be_apart(residual, "residual");
+    must_be_apart(residual, "residual", x, "x");
+    if (weight && !(are_apart(x, *weight) && are_apart(residual, *weight))) throw Refused{"aliasing"};
     return std::pair(x, residual);
   });
 }

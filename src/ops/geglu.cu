@@ -1,4 +1,4 @@
-// y = gelu(gate) * up, element by element.   gate, up [..., I] or one x [..., 2 I] -> y [..., I]
+// y = gelu(gate) * up, element by element.   gate, up [..., I] or one x [..., 2 I] -> y [..., I], fresh or in gate
 // A block owns a chunk of a row (gated.cuh), a thread 16 bytes of each tensor, twice.
 // Bytes: 3 numel(y) sizeof(T); backward, which computes gelu again instead of keeping it, 5 numel(y) sizeof(T).
 // Numerics: fp32 inside. "tanh" is x sigmoid(2 u), for halves by the special function units; "none" is erff.
@@ -11,6 +11,8 @@
 
 namespace prequal::ops {
 namespace {
+
+struct Unit : FileOf<"geglu"> {};
 
 template <class Body>
 auto by_form(const std::string& approximate, Body&& body) {
@@ -25,6 +27,12 @@ Buffer geglu(const Context& context, const Tensor& gate /*[..., I]*/, const Tens
              const std::string& approximate, bool exact_rounding) {
   return by_form(approximate,
                  [&]<template <bool> class Act>() { return gated::forward<Act>(context, gate, up, exact_rounding); });
+}
+
+void geglu_(const Context& context, const Tensor& gate /*[..., I], becomes y*/, const Tensor& up /*[..., I]*/,
+            const std::string& approximate, bool exact_rounding) {
+  by_form(approximate,
+          [&]<template <bool> class Act>() { gated::forward_in_place<Act>(context, gate, up, exact_rounding); });
 }
 
 Buffer geglu_packed(const Context& context, const Tensor& x /*[..., 2 I]*/, const std::string& approximate,

@@ -18,6 +18,8 @@
 namespace prequal::ops {
 namespace {
 
+struct Unit : FileOf<"knn"> {};
+
 using namespace spatial;
 using tree::Group, tree::Labelled;
 
@@ -643,6 +645,12 @@ struct Asked {
     if (!index) return;
     if (index->dtype != DType::u8) wrong_type("index", "uint8, as knn_index makes it", name_of(index->dtype));
     if (index->rank != 1) wrong_value("index", "shape [bytes]", shape_of(*index));
+    const auto levels = tree::levels_for(this->references.count);
+    const int64_t bytes = doubles() ? index_bytes<double>(levels) : index_bytes<float>(levels);
+    if (index->shape[0] != bytes) {
+      wrong_value("index", "shape [" + std::to_string(bytes) + "], as knn_index makes it of these references",
+                  shape_of(*index));
+    }
   }
 
   bool doubles() const { return queries.dtype == DType::f64; }
@@ -660,20 +668,14 @@ struct Asked {
   template <class Body>
   void with_question(const Context& context, int64_t k, const std::optional<double>& radius, Body&& body) const {
     const auto with = [&]<class T, bool Batched>() {
-      const auto levels = tree::levels_for(references.count);
-      const int64_t bytes = index_bytes<T>(levels);
       std::optional<Buffer> built;
       void* place = nullptr;
       if (index) {
-        if (index->shape[0] != bytes) {
-          wrong_value("index", "shape [" + std::to_string(bytes) + "], as knn_index makes it of these references",
-                      shape_of(*index));
-        }
         if (!index->contiguous_from(0)) throw Refused{"unit_stride"};
         if (reinterpret_cast<uintptr_t>(index->data) % 16 != 0) throw Refused{"alignment"};
         place = index->data;
       } else {
-        built.emplace(workspace(context, bytes));
+        built.emplace(workspace(context, index_bytes<T>(tree::levels_for(references.count))));
         place = built->view().data;
       }
       const Tree<T> tree = tree_in<T>(place, references.count);

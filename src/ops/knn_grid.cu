@@ -11,6 +11,14 @@
 #include "prequal/knn_grid.h"
 #include "prequal/launch.h"
 
+namespace prequal::ops {
+namespace {
+
+struct Unit : FileOf<"knn"> {};
+
+}  // namespace
+}  // namespace prequal::ops
+
 namespace prequal::ops::spatial {
 namespace {
 

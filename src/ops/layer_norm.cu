@@ -9,6 +9,11 @@
 #include "prequal/norm_gradient.cuh"
 
 namespace prequal::ops {
+namespace {
+
+struct Unit : FileOf<"layer_norm"> {};
+
+}  // namespace
 
 Buffer layer_norm(const Context& context, const Tensor& x /*[..., H]*/, const std::optional<Tensor>& weight /*[H]*/,
                   const std::optional<Tensor>& bias /*[H]*/, double eps) {

@@ -9,6 +9,11 @@
 #include "prequal/norm_gradient.cuh"
 
 namespace prequal::ops {
+namespace {
+
+struct Unit : FileOf<"rms_norm"> {};
+
+}  // namespace
 
 Buffer rms_norm(const Context& context, const Tensor& x /*[..., H]*/, const std::optional<Tensor>& weight /*[H]*/,
                 double eps, double weight_offset, bool exact_rounding) {

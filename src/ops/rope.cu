@@ -18,6 +18,8 @@
 namespace prequal::ops {
 namespace {
 
+struct Unit : FileOf<"rope"> {};
+
 // Of q or k, from which it reads and to which it writes.
 template <class T>
 struct Heads {
@@ -70,7 +72,7 @@ template <class T>
 struct Rotation {
   Heads<T> q, k;
   Table<T> cos, sin;
-  const void* positions;                   // [T] or [B, T], or null for the token's own number
+  const void* positions;                   // [T], [1, T] or [B, T], or null for the token's own number
   bool wide_positions;                     // int64, else int32
   int64_t position_batch, position_token;  // strides
   int64_t table_rows;
@@ -227,12 +229,13 @@ Call check(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& si
       wrong_type("positions", "int32 or int64", name_of(positions->dtype));
     }
     const bool one = positions->rank == 1 && positions->shape[0] == tokens;
-    const bool each =
-        q.rank == 4 && positions->rank == 2 && positions->shape[0] == batches && positions->shape[1] == tokens;
+    const bool each = q.rank == 4 && positions->rank == 2 && positions->shape[1] == tokens &&
+                      (positions->shape[0] == batches || positions->shape[0] == 1);
     if (!one && !each) {
       std::string wanted("shape [");
       wanted.append(std::to_string(tokens)).append("]");
       if (q.rank == 4) {
+        wanted.append(", [1, ").append(std::to_string(tokens)).append("]");
         wanted.append(" or [").append(std::to_string(batches)).append(", ").append(std::to_string(tokens)).append("]");
       }
       wrong_value("positions", wanted, shape_of(*positions));
@@ -308,7 +311,7 @@ void rotate_all(const Context& context, const Tensor& q, const Tensor& k, const 
     if (positions) {
       a.positions = positions->data, a.wide_positions = positions->dtype == DType::i64;
       a.position_token = positions->stride[positions->rank - 1];
-      a.position_batch = positions->rank == 2 ? positions->stride[0] : 0;
+      a.position_batch = positions->rank == 2 && positions->shape[0] > 1 ? positions->stride[0] : 0;
     }
     const int heads = a.q.count + a.k.count;
     a.in_place = in_place;
@@ -335,9 +338,9 @@ void rotate_all(const Context& context, const Tensor& q, const Tensor& k, const 
 
 std::tuple<Buffer, Buffer> rope(const Context& context, const Tensor& q /*[(B,) T, Hq, D]*/,
                                 const Tensor& k /*[(B,) T, Hk, D]*/, const Tensor& cos /*[S, R/2] or [S, R]*/,
-                                const Tensor& sin /*like cos*/, const std::optional<Tensor>& positions /*[(B,) T]*/,
-                                bool interleaved, const std::optional<int64_t>& rotary_dim, bool inverse,
-                                bool exact_rounding) {
+                                const Tensor& sin /*like cos*/,
+                                const std::optional<Tensor>& positions /*[T], [1, T] or [B, T]*/, bool interleaved,
+                                const std::optional<int64_t>& rotary_dim, bool inverse, bool exact_rounding) {
   std::optional<Buffer> new_q, new_k;
   rotate_all(context, q, k, cos, sin, positions, interleaved, rotary_dim, inverse, exact_rounding, false, [&] {
     new_q.emplace(context.empty_like(q));
@@ -349,14 +352,16 @@ std::tuple<Buffer, Buffer> rope(const Context& context, const Tensor& q /*[(B,) 
 
 void rope_(const Context& context, const Tensor& q /*[(B,) T, Hq, D], rotated*/,
            const Tensor& k /*[(B,) T, Hk, D], rotated*/, const Tensor& cos /*[S, R/2] or [S, R]*/,
-           const Tensor& sin /*like cos*/, const std::optional<Tensor>& positions /*[(B,) T]*/, bool interleaved,
-           const std::optional<int64_t>& rotary_dim, bool inverse, bool exact_rounding) {
+           const Tensor& sin /*like cos*/, const std::optional<Tensor>& positions /*[T], [1, T] or [B, T]*/,
+           bool interleaved, const std::optional<int64_t>& rotary_dim, bool inverse, bool exact_rounding) {
   rotate_all(context, q, k, cos, sin, positions, interleaved, rotary_dim, inverse, exact_rounding, true, [&] {
-    bool apart = is_apart(q) && is_apart(k) && are_apart(q, k);
+    must_be_apart(q, "q");
+    must_be_apart(k, "k");
+    must_be_apart(k, "k", q, "q");
     for (const Tensor* x : {&q, &k}) {
-      apart = apart && are_apart(*x, cos) && are_apart(*x, sin) && (!positions || are_apart(*x, *positions));
+      const bool apart = are_apart(*x, cos) && are_apart(*x, sin) && (!positions || are_apart(*x, *positions));
+      if (!apart) throw Refused{"aliasing"};
     }
-    if (!apart) throw Refused{"aliasing"};
     return std::pair(q, k);
   });
 }

@@ -1,4 +1,4 @@
-// y = silu(gate) * up, element by element.   gate, up [..., I] or one x [..., 2 I] -> y [..., I].
+// y = silu(gate) * up, element by element.   gate, up [..., I] or one x [..., 2 I] -> y [..., I], fresh or in gate.
 // A block owns a chunk of a row (gated.cuh), a thread 16 bytes of each tensor, twice.
 // Bytes: 3 * numel(y) * sizeof(T); backward, which computes silu again instead of keeping it, 5 * numel(y) * sizeof(T).
 // Numerics: fp32 between the load and the store; halves take exp and the division from the special function units.
@@ -9,10 +9,20 @@
 #include "prequal/gated.cuh"
 
 namespace prequal::ops {
+namespace {
+
+struct Unit : FileOf<"swiglu"> {};
+
+}  // namespace
 
 Buffer swiglu(const Context& context, const Tensor& gate /*[..., I]*/, const Tensor& up /*[..., I]*/,
               bool exact_rounding) {
   return gated::forward<gated::Silu>(context, gate, up, exact_rounding);
+}
+
+void swiglu_(const Context& context, const Tensor& gate /*[..., I], becomes y*/, const Tensor& up /*[..., I]*/,
+             bool exact_rounding) {
+  gated::forward_in_place<gated::Silu>(context, gate, up, exact_rounding);
 }
 
 Buffer swiglu_packed(const Context& context, const Tensor& x /*[..., 2 I]*/, bool interleaved, bool exact_rounding) {

@@ -175,6 +175,8 @@ def step():
     return prequal.rms_norm(x)
 def make():
     return step
+def fails():
+    raise ValueError("rounds: expected another weather")
 number = 3
 """
 
@@ -208,6 +210,24 @@ def test_where_no_fast_path_serves_there_is_nothing_to_leave_out(words, workload
 def test_wrong_use_is_exit_code_2_with_why(words, says, workload, capsys):
     assert main(["ablate", *(word.format(workload) for word in words)]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["{}:fails"], ["{}:fails", "--factory"]])
+def test_what_the_workload_raises_is_told_as_its_own(words, workload, capsys):
+    assert main(["ablate", *(word.format(workload) for word in words)]) == 3
+    said = capsys.readouterr().err
+    assert "prequal ablate:" not in said
+    assert f'File "{workload}", line 9, in fails' in said
+    assert said.endswith("ValueError: rounds: expected another weather\n")
+
+
+def test_an_error_of_the_workload_comes_out_as_it_was():
+    def fails():
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        ablate(fails)
+    assert type(caught.value) is ValueError
 
 
 @pytest.mark.gpu

@@ -97,6 +97,12 @@ def test_a_reference_path_or_no_op_at_all_is_exit_1(rows):
     assert report_of(rows=lambda: rows)["exit_code"] == 1
 
 
+def test_a_stale_lock_is_read_and_its_paths_are_what_counts():
+    lock = {"path": "x", "problem": None, "devices": {"cuda:0": "stale: torch.version moved"}}
+    assert report_of(lock=lambda: lock)["exit_code"] == 0
+    assert report_of(lock=lambda: lock, rows=lambda: [SLOW])["exit_code"] == 1
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
@@ -104,6 +110,7 @@ def test_a_reference_path_or_no_op_at_all_is_exit_1(rows):
         ({"native": NativeModule("broken", ("x",), explain("ImportError: x"))}, "native module"),
         ({"manifest": Manifest(problem="_build.json is broken")}, "build manifest"),
         ({"rows": raising(RuntimeError("no rows"))}, "ops cannot be listed"),
+        ({"lock": lambda: {"path": None, "problem": "lock x: no JSON", "devices": {}}}, "lock cannot be read"),
     ],
 )
 def test_what_is_broken_is_exit_2_and_said(changed, says):

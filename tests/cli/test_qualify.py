@@ -121,6 +121,7 @@ def test_nothing_finished_writes_no_lock(qualified, tmp_path, capsys):
     ("arguments", "says"),
     [
         (["--ops", ","], "argument --ops: expected names with commas between them, got ','"),
+        (["--write", ""], "argument --write: expected the path of a file, got an empty one"),
         (["--write", "{tmp}"], "argument --write: expected a file, got"),
         (["--write", "{tmp}/absent/lock"], "expected a file in a folder that exists"),
         (["--cases", "{tmp}/absent.json"], "argument --cases: expected a JSON file"),
@@ -312,6 +313,12 @@ def test_a_broken_or_absent_lock_is_exit_2_and_one_line(tmp_path, capsys, monkey
     out, err = capsys.readouterr()
     assert len(err.splitlines()) == 1
     assert json.loads(out)["problem"] in err
+
+
+def test_an_empty_path_is_no_other_lock(path, capsys, monkeypatch):
+    monkeypatch.setenv("PREQUAL_LOCK", path)
+    assert main(["lock", "explain", ""]) == 2
+    assert capsys.readouterr().err == "prequal lock explain: path: expected that of a lock, got an empty one\n"
 
 
 def test_explain_in_this_process_names_what_moved(path, capsys):

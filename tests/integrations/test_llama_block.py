@@ -52,7 +52,7 @@ def test_the_small_mode_compares_times_and_writes(program, dtype, tmp_path, caps
         assert list(result[kind]) == ["eager", "patched", *more]
         assert result[kind]["patched"]["device_us"]["runs"] == 4
         assert "no fast path served" in result["ablate"][kind]["not_done"]
-    assert set(result["paths"]) == {"fused_add_rms_norm", "rms_norm", "rope", "swiglu"}
+    assert set(result["paths"]) == {"fused_add_rms_norm", "rms_norm", "rope", "swiglu_"}
     assert result["replacement"]["should_be_gone"] == []  # references answer: nothing is claimed
     assert all(row["wrong"] == [] for row in result["answers"].values())
     with Image.open(tmp_path / "block.png") as image:
@@ -99,6 +99,9 @@ def test_what_references_answer_is_not_claimed_to_be_gone(program):
     every = [name for names in program.STANDS_FOR.values() for name in names]
     assert program.should_be_gone(fast, None) == every
     assert program.should_be_gone(fast | {"rope": "no_cuda"}, None) == every[:-2]
+    in_place = {op + "_" if op == "swiglu" else op: path for op, path in fast.items()}
+    assert program.should_be_gone(in_place, None) == every
+    assert program.should_be_gone(in_place | {"swiglu_": "no_cuda"}, None) == [x for x in every if x != "aten::silu"]
     assert program.should_be_gone(fast, ["rms_norm", "rope"]) == ["aten::neg", "aten::cat"]
 
 

@@ -10,8 +10,11 @@ import subprocess
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from prequal import constraints
 
 HERE = pathlib.Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
@@ -203,16 +206,18 @@ layout = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 30)), min_size=1, 
 
 @settings(max_examples=600, deadline=None)
 @given(layout)
-def test_a_tensor_that_is_apart_reaches_no_element_twice(native, dims):
+def test_a_tensor_is_apart_where_it_reaches_no_element_twice(native, dims):
     shape, strides = (np.array(column, dtype=np.int64) for column in zip(*dims, strict=True))
-    if native.apart_alone(len(dims), pointer(shape), pointer(strides)):
-        found = elements(0, shape, strides)
-        assert len(set(found.tolist())) == len(found)
+    found = elements(0, shape, strides)
+    apart = len(set(found.tolist())) == len(found)
+    assert native.apart_alone(len(dims), pointer(shape), pointer(strides)) == apart
+    view = torch.as_strided(torch.empty(1000), shape.tolist(), strides.tolist())
+    assert constraints._is_apart(view) == apart
 
 
 @settings(max_examples=1500, deadline=None)
 @given(layout, layout, st.integers(0, 60), st.booleans())
-def test_tensors_that_are_apart_share_no_element(native, a, b, second, same_strides):
+def test_tensors_are_apart_where_they_share_no_element(native, a, b, second, same_strides):
     if same_strides:
         b = [(n, a[i][1] if i < len(a) else step) for i, (n, step) in enumerate(b)]
     (a_shape, a_strides), (b_shape, b_strides) = (
@@ -221,9 +226,46 @@ def test_tensors_that_are_apart_share_no_element(native, a, b, second, same_stri
     first = 1024
     of_a = (2 * first, len(a), pointer(a_shape), pointer(a_strides))
     of_b = (2 * (first + second), len(b), pointer(b_shape), pointer(b_strides))
-    for one, other in ((of_a, of_b), (of_b, of_a)):
-        if native.apart(*one, *other):
-            assert not set(elements(first, a_shape, a_strides)) & set(elements(first + second, b_shape, b_strides))
+    apart = not set(elements(first, a_shape, a_strides)) & set(elements(first + second, b_shape, b_strides))
+    memory = torch.empty(1000)
+    views = memory.as_strided([*a_shape], [*a_strides]), memory.as_strided([*b_shape], [*b_strides], second)
+    for (one, other), (x, y) in (((of_a, of_b), views), ((of_b, of_a), views[::-1])):
+        assert native.apart(*one, *other) == apart
+        assert constraints._are_apart(x, y) == apart
+
+
+def test_elements_of_two_sizes_share_bytes(native):
+    memory = torch.zeros(8, dtype=torch.int32)
+    halves = memory.view(torch.int16)
+    assert constraints._are_apart(memory[::2], halves.view(8, 2)[1::2])
+    assert not constraints._are_apart(memory[::2], halves[1::4])
+    assert not constraints._are_apart(halves[1::4], memory[::2])
+
+
+def test_what_has_no_memory_shares_none():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            return NotImplemented
+
+    with FakeTensorMode():
+        fake = torch.empty(3, 4)
+    for x in (fake, torch.empty(3, 4, device="meta"), Wrapper(torch.empty(3, 4)), torch.empty(0, 4)):
+        assert constraints._are_apart(x, x)
+        assert constraints._is_apart(x)
+
+
+def test_a_search_that_would_take_too_long_counts_as_memory_that_is_shared(monkeypatch):
+    walks = [(10, 5), (7, 5), (4, 5)]
+    assert not constraints._reach(13, walks)
+    monkeypatch.setattr(constraints, "PATIENCE", 2)
+    assert constraints._reach(13, walks)
 
 
 @pytest.mark.parametrize(

@@ -744,6 +744,28 @@ def test_an_index_of_segments_wants_queries_in_segments(device):
         prequal.KnnIndex(references).knn(queries, query_ptr=pointers["query_ptr"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("size", [1, 100, 8000, 40_000])
+def test_an_index_of_other_references_is_noticed_by_its_size(device, dtype, size):
+    """On whatever path: small clouds are searched without it."""
+    queries, references = cloud(device, 10, 1).to(dtype), cloud(device, size, 2).to(dtype)
+    other = prequal.knn_index(cloud(device, size + 100, 3).to(dtype))
+    right = prequal.knn_index(references)
+    got, want = prequal.knn(queries, references, 2, index=right), prequal.knn(queries, references, 2)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    values = torch.arange(size, device=device, dtype=dtype)
+    for call in (
+        lambda: prequal.knn(queries, references, 2, index=other),
+        lambda: prequal.knn(queries[:0], references, 2, index=other),
+        lambda: prequal.knn_gather(queries, references, values, index=other),
+        lambda: prequal.knn_interpolate(queries, references, values, index=other),
+        lambda: prequal.radius(queries, references, 1.0, 3, index=other),
+    ):
+        says = rf"index: expected shape \[{right.numel()}\], as knn_index makes it of these references, got"
+        with pytest.raises(ValueError, match=says):
+            call()
+
+
 def test_an_index_says_what_it_holds():
     _, references, pointers = ragged("cpu", [3, 4], [30, 40], dtype=torch.float16)
     text = repr(prequal.KnnIndex(references, pointers["reference_ptr"]))

@@ -134,6 +134,20 @@ def test_a_saved_value_that_is_written_over_is_noticed(device):
         out.backward()
 
 
+@pytest.mark.parametrize("other", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "fused_add_rms_norm"])
+def test_a_weight_of_another_dtype_counts_in_float32_and_is_the_references_case(device, name, other):
+    op = getattr(prequal, name).op
+    x, weight = torch.randn(4, 40, device=device), torch.randn(40, device=device).to(other)
+    before = (x, x.clone()) if name == "fused_add_rms_norm" else (x,)
+    got, want = (getattr(prequal, name)(*before, w) for w in (weight, weight.float()))
+    assert op.contract.compare(got, want) is None
+    assert op.unmet_need(op.bind((*before, weight))).name == "dtype"
+    assert op.unmet_need(op.bind((*before, weight.float()))) is None
+    if device.type == "cuda":
+        assert prequal.stats()[name][str(device)] == {"fast": 1, "reference": {"unsupported_input:dtype": 1}}
+
+
 @pytest.mark.gpu
 def test_training_goes_by_the_kernels_both_ways(cuda):
     x = torch.randn(5, 256, device=cuda, dtype=torch.bfloat16, requires_grad=True)

@@ -98,8 +98,22 @@ def test_batches_may_share_positions_or_have_their_own(device):
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a[batch], b)
     shared = prequal.rope(q, k, cos, sin, each[0])
-    for a, b in zip(shared, prequal.rope(q, k, cos, sin, each[:1].expand(2, 5)), strict=True):
-        assert torch.equal(a, b)
+    for same in (each[:1], each[:1].expand(2, 5), each[:1].clone().as_strided((1, 5), (3, 1))):
+        for a, b in zip(shared, prequal.rope(q, k, cos, sin, same), strict=True):
+            assert torch.equal(a, b)
+    if device.type == "cuda":
+        assert prequal.stats()["rope"][str(device)] == {"fast": 7, "reference": {}}
+
+
+def test_position_ids_give_what_transformers_tables_by_position_give(device):
+    """[1, T] for two sequences, with a gap: transformers makes cos [1, T, D] of it, and broadcasts."""
+    q, k = heads(device, torch.float32, 2, 5, 4, 32), heads(device, torch.float32, 2, 5, 1, 32, seed=1)
+    cos, sin = tables(device, 16, 16)
+    position_ids = torch.tensor([[0, 1, 7, 8, 9]], device=device)
+    doubled = [torch.cat((t, t), dim=-1)[position_ids] for t in (cos, sin)]
+    want = transformers_chain(q.transpose(1, 2), k.transpose(1, 2), *doubled)
+    for a, b in zip(prequal.rope(q, k, cos, sin, position_ids), want, strict=True):
+        torch.testing.assert_close(a.transpose(1, 2), b)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -78,3 +78,7 @@ def test_a_worker_that_could_not_qualify_serves_by_the_reference(tmp_path):
 
 def test_or_does_not_start_where_that_is_asked(tmp_path):
     assert start(tmp_path, explain=2, qualify=1, PREQUAL_REQUIRE="1")[:2] == (1, "")
+
+
+def test_without_the_path_of_a_lock_it_does_not_start(tmp_path):
+    assert start(tmp_path, explain=0, qualify=0, PREQUAL_LOCK="") == (2, "", [])

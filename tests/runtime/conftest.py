@@ -48,6 +48,7 @@ class SimulatedHost:
         self.driver_version, self.native, self.cuda = driver, native, cuda
         self.in_capture = False
         self.loading: str | None = None  # why the kernels cannot be loaded
+        self.loaded: set[tuple[str, int]] = set()  # whose are
         self.failures: dict[tuple[str, int], str] = {}
         self.is_open: dict[tuple[str, int], bool] = {}  # what the native hot path was told last
         self.asked: Counter[str] = Counter()
@@ -77,7 +78,9 @@ class SimulatedHost:
     def capturing(self) -> bool:
         return self.in_capture
 
-    def loading_problem(self, device: int) -> str | None:
+    def loading_problem(self, basename: str, device: int) -> str | None:
+        if self.loading is None:
+            self.loaded.add((basename, device))
         return self.loading
 
     def failure(self, op: str, device: int) -> str | None:

@@ -389,7 +389,7 @@ def test_nothing_opens_before_the_kernels_of_the_device_are_loaded(make_host, ma
     assert host.opened() == set()
     host.loading = None
     assert of(gate.verdict(op, 0)) == FAST
-    assert host.opened() == {("toy", 0)}
+    assert host.opened() == host.loaded == {("toy", 0)}
 
 
 def test_a_child_forked_while_the_gate_is_held_is_not_stuck(make_host):

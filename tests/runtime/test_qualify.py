@@ -54,7 +54,7 @@ class Host:
     def capability(self, device):
         return self.capabilities[device]
 
-    def loading_problem(self, device):
+    def loading_problem(self, basename, device):
         return None
 
     def capturing(self):

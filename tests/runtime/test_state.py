@@ -59,3 +59,44 @@ def test_a_key_made_without_a_session_is_the_key_made_with_one(monkeypatch):
     monkeypatch.setattr(state, "kernel_module_version", lambda: "580.95.05")
     monkeypatch.setattr(state, "_key_side", None)
     assert key_of(state.fingerprint_for_keys()) == key_of(collect(Session()))
+
+
+class Loading:
+    """The native module's side of loading: two basenames, of which a kernel may be unloadable."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, str | None]] = []
+        self.problem: str | None = None
+
+    def kernels(self) -> dict[str, int]:
+        return {"knn": 5, "rope": 2}
+
+    def preload(self, device: int, basename: str | None) -> int:
+        self.asked.append((device, basename))
+        if self.problem:
+            raise RuntimeError(self.problem)
+        return sum(self.kernels().values()) if basename is None else self.kernels()[basename]
+
+
+def test_an_op_opens_with_its_own_kernels_loaded_once_a_device(monkeypatch):
+    native, host = Loading(), state.ThisHost()
+    monkeypatch.setattr(state, "native", native)
+    monkeypatch.setattr(state, "_loaded", set())
+    capturing = False
+    monkeypatch.setattr(state.ThisHost, "capturing", lambda self: capturing)
+    for device in (0, 0, 1):
+        assert host.loading_problem("rope", device) is None
+    assert native.asked == [(0, "rope"), (1, "rope")]
+
+    capturing = True
+    assert host.loading_problem("rope", 0) is None
+    assert "inside a graph capture: call the op once before, or qualify" in (host.loading_problem("knn", 0) or "")
+    assert native.asked == [(0, "rope"), (1, "rope")]
+    assert state.preload(0) == 7  # as qualification does
+    assert host.loading_problem("knn", 0) is None
+
+    capturing = False
+    native.problem = "preload on cuda:1: no kernel image"
+    assert host.loading_problem("knn", 1) == "the kernels could not be loaded: preload on cuda:1: no kernel image"
+    native.problem = None
+    assert host.loading_problem("knn", 1) is None

@@ -306,7 +306,7 @@ def test_strict_mode_raises_with_op_device_and_reason(machine, make_host):
         "rms_norm on cuda:1: the fast path does not serve: arch_not_built (compute capability 7.5; this wheel holds "
         "sm_80, sm_86, sm_89, sm_90); strict mode allows no fallback"
     )
-    assert prequal.stats()["rms_norm"]["cuda:1"]["reference"] == {"arch_not_built": 1}
+    assert prequal.stats()["rms_norm"].keys() == {"cuda:0"}  # nobody answered on the other
 
 
 def test_strict_mode_says_a_wrong_call_first():

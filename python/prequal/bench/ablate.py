@@ -23,6 +23,14 @@ ERROR = 0.05
 ADOPTED, NEUTRAL, REJECTED = "adopted", "neutral", "rejected"
 
 
+class NotMeasurable(ValueError):
+    """What was asked for has no answer: not an error of the workload's."""
+
+
+class NothingServed(NotMeasurable):
+    """No fast path served the workload."""
+
+
 class Workbench(Protocol):
     """The seam to the clock, the counters and the flags."""
 
@@ -208,17 +216,18 @@ def ablate(
         progress: told after every round.
 
     Raises:
-        ValueError: no fast path served, or fewer rounds than an interval needs.
+        NotMeasurable (a ValueError): no fast path served (NothingServed), or fewer rounds than an interval needs.
+        Whatever the workload raises.
     """
     bench = bench or ThisProcess()
     workload()
     served = bench.fast_calls(workload)
     candidates = [op for op in (served if ops is None else ops) if served.get(op)]
     if not candidates:
-        raise ValueError("no fast path served a call of this workload: `prequal doctor` and prequal.stats() say why")
+        raise NothingServed("no fast path served a call of this workload: `prequal doctor` and prequal.stats() say why")
     least = rounds_needed(len(candidates))
     if rounds < least:
-        raise ValueError(f"rounds: expected at least {least} for {len(candidates)} candidates, got {rounds}")
+        raise NotMeasurable(f"rounds: expected at least {least} for {len(candidates)} candidates, got {rounds}")
 
     variants: list[tuple[str, ...]] = [(), *((op,) for op in candidates)]
     everything = tuple(candidates)

@@ -19,13 +19,19 @@ SHAPES = (
     *((16384, 14336, BF16), (16384, 4096, BF16), (4096, 14336, BF16), (8192, 8192, FP16), (8192, 8192, FP32)),
     *((4096, 32768, BF16), (16384, 5119, BF16), (64, 14336, BF16), (1, 14336, BF16)),
 )
+IN_PLACE = ((16384, 14336, BF16), (4096, 14336, BF16), (64, 14336, BF16))
 PACKED = ((16384, 14336, BF16), (4096, 14336, BF16), (64, 14336, BF16))
 
 
 def gated_cases(
-    name: str, eager: Function, eager_packed: Function, split: Function, packed_gradient: Function
+    name: str,
+    eager: Function,
+    eager_in_place: Function,
+    eager_packed: Function,
+    split: Function,
+    packed_gradient: Function,
 ) -> Iterator[Case]:
-    """Of `name`, `name`_packed and their gradients: eager chains of both, and what `by_autograd` takes of the first."""
+    """Of `name`, `name`_, `name`_packed and gradients: eager chains, and what `by_autograd` takes of the first."""
     for quick, (rows, width, dtype) in each(SHAPES):
 
         def make(device: torch.device, rows=rows, width=width, dtype=dtype) -> tuple[Any, ...]:
@@ -38,6 +44,20 @@ def gated_cases(
             quick=quick,
             others=[Other("torch eager", eager, near)],
             compiled=eager,
+            compare_compiled=near,
+        )
+    for quick, (rows, width, dtype) in each(IN_PLACE):
+
+        def make_in_place(device: torch.device, rows=rows, width=width, dtype=dtype) -> tuple[Any, ...]:
+            return tuple(normal(device, rows, width, dtype=dtype, seed=seed) for seed in (1, 2))
+
+        yield Case(
+            f"{name}_",
+            f"{short(dtype)} [{rows}, {width}], in place",
+            make_in_place,
+            quick=quick,
+            others=[Other("torch eager", eager_in_place, near)],
+            compiled=eager_in_place,
             compare_compiled=near,
         )
     for quick, (rows, width, dtype) in each(PACKED):

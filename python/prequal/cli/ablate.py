@@ -1,6 +1,7 @@
 """`prequal ablate MODULE:CALLABLE`: what each op is worth in a workload of yours.
 
-Exit code: 0 done, 1 no fast path served it, 2 wrong use, 130 at Ctrl-C (with enough rounds, the report is written).
+Exit code: 0 done, 1 no fast path served it, 2 wrong use, 3 the workload raised (its traceback is on stderr), 130 at
+Ctrl-C (with enough rounds, the report is written).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib.util
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from prequal.bench import evidence
-    from prequal.bench.ablate import ablate
+    from prequal.bench.ablate import NothingServed, NotMeasurable, ablate
     from prequal.errors import UnknownOpError
     from prequal.registry import find
 
@@ -41,23 +43,26 @@ def run(args: argparse.Namespace) -> int:
             raise InputError("--chart", "matplotlib (pip install 'prequal[bench]')", "a Python without it")
         ops = None if args.ops is None else [find(word.strip()).name for word in args.ops.split(",") if word.strip()]
         workload = read_workload(args.workload)
-        if args.factory:
-            workload = workload()
-            if not callable(workload):
-                raise InputError("--factory", "a function that returns a callable", type(workload).__name__)
     except (InputError, UnknownOpError) as error:
         note(f"prequal ablate: {error}")
         return 2
     try:
+        if args.factory:
+            workload = workload()
+            if not callable(workload):
+                raise InputError("--factory", "a function that returns a callable", type(workload).__name__)
         report = ablate(
             workload, name=args.workload, ops=ops, rounds=args.rounds, iterations=args.iterations, progress=note
         )
-    except ValueError as error:
+    except (InputError, NotMeasurable) as error:
         note(f"prequal ablate: {error}")
-        return 1 if "no fast path" in str(error) else 2
+        return 1 if isinstance(error, NothingServed) else 2
     except KeyboardInterrupt:
         note("prequal ablate: interrupted before there were rounds enough for an interval")
         return 130
+    except Exception:
+        traceback.print_exc()
+        return 3
     if args.json == "-":
         print(json.dumps(report.data(), indent=1))
     else:

@@ -1,8 +1,8 @@
 """`python -m prequal doctor`: what this installation needs, what it found, and which path every op takes.
 
 Standard library only at module level: it is for the day on which torch or the native module cannot be imported.
-Exit code: 0 all ops on the fast path, 1 something on its reference, 2 broken (torch, the native module or the build
-manifest cannot be read, the ops cannot be listed, or --verify found a file that is not the wheel's).
+Exit code: 0 all ops on the fast path, 1 something on its reference, 2 broken (torch, the native module, the build
+manifest or the lock cannot be read, the ops cannot be listed, or --verify found a file that is not the wheel's).
 """
 
 from __future__ import annotations
@@ -131,6 +131,8 @@ def gather(
         broken.append("installed files are not the wheel's")
     if rows_problem is not None:
         broken.append("the ops cannot be listed")
+    if shown_lock is not None and shown_lock["problem"] is not None:
+        broken.append("the lock cannot be read")
     slow = [row for row in shown_rows if row.get("path") != "fast"]
     if broken:
         exit_code, verdict = 2, "broken: " + "; ".join(broken)

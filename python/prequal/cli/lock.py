@@ -28,8 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    path = args.path or os.environ.get("PREQUAL_LOCK") or "prequal.lock.json"
+    path = os.environ.get("PREQUAL_LOCK") or "prequal.lock.json" if args.path is None else args.path
     try:
+        if not path:  # an empty variable of a script's, which means no other lock
+            raise LockError("path: expected that of a lock, got an empty one")
         report = explain(path)
     except LockError as error:
         if args.json:

@@ -77,6 +77,8 @@ def _listed(text: str | None, argument: str) -> list[str] | None:
 
 
 def _check_target(path: str) -> None:
+    if not path:
+        raise InputError("--write", "the path of a file", "an empty one")
     folder = os.path.dirname(os.path.realpath(path))
     if os.path.isdir(path):
         raise InputError("--write", "a file", f"{path}, which is a folder")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
 import prequal
+from prequal import runtime_state as state
 from prequal.registry import OPS
 from prequal.runtime.reasons import unsupported
 
@@ -131,11 +132,9 @@ def gated(kind: str, known: type[nn.Module], exact_rounding: bool) -> Forward:
         if need is not None:
             detoured(op, gate, need)
             return activation(gate) * up
-        in_place = getattr(prequal, op + "_", None)
-        if in_place is None or not _is_nobodys(projection, gate, up):
-            return getattr(prequal, op)(gate, up, *more, exact_rounding=exact_rounding)
-        in_place(gate, up, *more, exact_rounding=exact_rounding)
-        return gate
+        # who switches an op off means its in-place form too
+        in_place = _is_nobodys(projection, gate, up) and state.flags.disabled(op) is None
+        return getattr(prequal, op + "_" if in_place else op)(gate, up, *more, exact_rounding=exact_rounding)
 
     return prequal_gated
 

@@ -35,6 +35,7 @@ logger = logging.getLogger("prequal")
 
 OPS = ("rms_norm", "fused_add_rms_norm", "swiglu", "geglu", "rope")
 NOTHING = "nothing that these ops compute"
+TORCHS_NORM = "a norm of torch's own: only the code of transformers' models is replaced"
 TABLES = "it computes the tables of the rotation, which is replaced where they are used"
 LONE_ADD = "a residual add whose norm is in another module stays torch's"
 
@@ -192,7 +193,7 @@ def _left(cls: type, reason: str = NOTHING) -> _Plan:
 def _plan(module: nn.Module, wanted: frozenset[str], exact_rounding: bool) -> _Plan:
     cls = original_class(type(module))
     if cls.__module__.partition(".")[0] == "torch":
-        return _left(cls)
+        return _left(cls, TORCHS_NORM if cls in (nn.RMSNorm, nn.LayerNorm) else NOTHING)
     if reason := _why_untouchable(module):
         return _left(type(module), reason)  # as it is, patched or not
     if "Norm" in cls.__name__:

@@ -3,6 +3,7 @@
 from .fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
 from .fused_add_rms_norm import fused_add_rms_norm_ as fused_add_rms_norm_
 from .geglu import geglu as geglu
+from .geglu import geglu_ as geglu_
 from .geglu import geglu_backward as geglu_backward
 from .geglu import geglu_packed as geglu_packed
 from .geglu import geglu_packed_backward as geglu_packed_backward
@@ -18,6 +19,7 @@ from .rms_norm import rms_norm_backward as rms_norm_backward
 from .rope import rope as rope
 from .rope import rope_ as rope_
 from .swiglu import swiglu as swiglu
+from .swiglu import swiglu_ as swiglu_
 from .swiglu import swiglu_backward as swiglu_backward
 from .swiglu import swiglu_packed as swiglu_packed
 from .swiglu import swiglu_packed_backward as swiglu_packed_backward

@@ -352,6 +352,8 @@ def wrong_searches(device, *rest):
     yield bad(TypeError, r"index: expected uint8, as knn_index makes it, got int64", index=at)
     no_index = torch.zeros(2, 2, dtype=torch.uint8, device=device)
     yield bad(ValueError, r"index: expected shape \[bytes\], got \[2, 2\]", index=no_index)
+    text = r"index: expected shape \[\d+\], as knn_index makes it of these references, got \[2\]"
+    yield bad(ValueError, text, index=no_index[0])
     if device.type == "cuda":
         where = r"expected a tensor on cuda:\d like queries, got cpu"
         yield bad(ValueError, f"references: {where}", points, points.cpu())

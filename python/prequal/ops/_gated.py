@@ -11,7 +11,7 @@ from torch import Tensor
 from prequal import constraints as c
 from prequal.registry import BadCall, Sample
 
-from ._rows import FLOATS, normal
+from ._rows import FLOATS, normal, walks
 
 WIDTHS = (1, 7, 31, 128, 1000, 4095, 4097, 8192)
 
@@ -43,6 +43,9 @@ def apart_samples(device: torch.device, tensors: int, kwargs: Mapping[str, Mappi
         yield Sample(f"{name} large and small", tuple(30.0 * y for y in call(4, 1024, dtype=dtype)))
         yield Sample(f"{name} no rows", call(0, 64, dtype=dtype))
         yield Sample(f"{name} no columns", call(4, 0, dtype=dtype))
+        if tensors == 3:
+            grad, *rest = call(3, 40, dtype=dtype)
+            yield Sample(f"{name} float64 gradient", (grad.double(), *rest))
         for what, named in kwargs.items():
             yield Sample(f"{name} {what}", call(3, 1032, dtype=dtype), named)
     yield Sample("float64", call(3, 50, dtype=torch.float64))
@@ -115,6 +118,12 @@ def check_apart(gate: Any, up: Any) -> None:
     c.same_dtype("up", up, "gate", gate)
 
 
+def check_in_place(gate: Any, up: Any) -> None:
+    check_apart(gate, up)
+    c.is_apart("gate", gate)
+    c.are_apart("up", up, "gate", gate)
+
+
 def check_packed(x: Any, interleaved: Any) -> None:
     c.is_tensor("x", x)
     has_rows("x", x)
@@ -124,19 +133,24 @@ def check_packed(x: Any, interleaved: Any) -> None:
     c.is_bool("interleaved", interleaved)
 
 
-def check_grad(grad: Any, shape: tuple[int, ...], other: str) -> None:
+def check_apart_gradient(grad: Any, gate: Any, up: Any) -> None:
+    c.is_tensor("grad", grad)
+    check_apart(gate, up)
+    c.same_device(grad=grad, gate=gate, up=up)
+    _check_grad(grad, gate.shape, "gate")
+
+
+def check_packed_gradient(grad: Any, x: Any, interleaved: Any) -> None:
+    c.is_tensor("grad", grad)
+    check_packed(x, interleaved)
+    c.same_device(grad=grad, x=x)
+    _check_grad(grad, (*x.shape[:-1], x.shape[-1] // 2), "the result")
+
+
+def _check_grad(grad: Tensor, shape: tuple[int, ...], other: str) -> None:
     c.is_floating("grad", grad)
     if grad.shape != shape:
         raise ValueError(f"grad: expected the shape {list(shape)} of {other}, got {list(grad.shape)}")
-
-
-def result_of(x: Tensor) -> tuple[int, ...]:
-    """The shape of the result of packed input."""
-    return (*x.shape[:-1], x.shape[-1] // 2)
-
-
-def walks(*names: str) -> list[c.Need]:
-    return [need(name) for name in names for need in (c.unit_stride, c.one_row_stride)]
 
 
 APART = [c.dtype_in("gate", *FLOATS), *walks("gate", "up")]
@@ -161,6 +175,17 @@ def bad_apart(device: torch.device, lead: tuple[Any, ...] = ()) -> Iterator[BadC
         yield BadCall((*lead, x, x.cpu()), ValueError, rf"up: expected a tensor on cuda:\d like {first}, got cpu")
 
 
+def bad_in_place(device: torch.device) -> Iterator[BadCall]:
+    yield from bad_apart(device)
+    x = torch.ones(3, 8, device=device)
+    shared = r"up: expected memory apart from that of gate, which is written, got shared memory"
+    yield BadCall((x, x), ValueError, shared)
+    yield BadCall((x[1:], x[:-1]), ValueError, shared)
+    yield BadCall((x[:, :5], x[:, 3:]), ValueError, shared)
+    one = torch.ones(1, 8, device=device).expand(3, 8)
+    yield BadCall((one, x), ValueError, r"gate: expected a place of its own for every element, .* got shared ones")
+
+
 def bad_packed(device: torch.device, lead: tuple[Any, ...] = ()) -> Iterator[BadCall]:
     """Of (*lead, x)."""
     x = torch.ones(2, 8, device=device)
@@ -168,3 +193,15 @@ def bad_packed(device: torch.device, lead: tuple[Any, ...] = ()) -> Iterator[Bad
     yield BadCall((*lead, x.long()), TypeError, r"x: expected a floating dtype, got int64")
     yield BadCall((*lead, x[:, :7]), ValueError, r"x: expected an even last dimension, gate and up, got \[2, 7\]")
     yield BadCall((*lead, x[0, 0]), ValueError, r"x: expected at least one dimension, got a 0-dimensional tensor")
+
+
+def bad_apart_gradient(device: torch.device) -> Iterator[BadCall]:
+    x = torch.ones(2, 8, device=device)
+    yield from bad_apart(device, (x,))
+    yield BadCall((x[0], x, x), ValueError, r"grad: expected the shape \[2, 8\] of gate, got \[8\]")
+
+
+def bad_packed_gradient(device: torch.device) -> Iterator[BadCall]:
+    x = torch.ones(2, 8, device=device)
+    yield from bad_packed(device, (x[:, :4],))
+    yield BadCall((x, x), ValueError, r"grad: expected the shape \[2, 4\] of the result, got \[2, 8\]")

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from prequal import constraints as c
+
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, *HALVES)
 
@@ -34,3 +36,8 @@ def stored(y: Tensor, x: Tensor) -> Tensor:
 def over_rows(y: Tensor) -> Tensor:
     """[..., H] to [H]: the sum over all rows; of a single row, the row."""
     return y.unsqueeze(0).sum(dim=tuple(range(y.dim())))
+
+
+def walks(*names: str) -> list[c.Need]:
+    """Whole rows, one stride apart."""
+    return [need(name) for name in names for need in (c.unit_stride, c.one_row_stride)]

@@ -7,7 +7,7 @@ from prequal import constraints as c
 from prequal.registry import BadCall, Sample, op
 
 from ._rows import FLOATS, normal
-from .rms_norm import TOLERANCE, WIDEST, rms_norm, rms_norm_backward
+from .rms_norm import TOLERANCE, needs_of, rms_norm, rms_norm_backward
 from .rms_norm import check as check_norm
 
 
@@ -23,6 +23,8 @@ def samples(device):
         name = c.short(dtype)
         yield Sample(f"{name} no weight", call(3, 64, dtype=dtype)[:2])
         yield Sample(f"{name} fp32 weight", call(5, 257, dtype=dtype, weight=torch.float32))
+        for other in (torch.float16, torch.float64):
+            yield Sample(f"{name} {c.short(other)} weight", call(3, 40, dtype=dtype, weight=other))
         for width in (1, 7, 128, 1031, 4095, 4096, 8191, 8192):
             yield Sample(f"{name} width {width}", call(3, width, dtype=dtype))
         for width in (16384, 32771, 65537, 131072, 262151):
@@ -55,7 +57,7 @@ def fused_add_rms_norm(
     Args:
         x: [..., H], floating; what a block adds to the stream.
         residual: [..., H], of x's dtype; the stream.
-        weight: [H], of x's dtype or float32; None for none.
+        weight: [H], floating, None for none. The kernel takes x's dtype and float32; of another the reference answers.
         eps: added to the mean square; same units as x².
         weight_offset: added to the weight in float32: 1 for the Gemma family's.
         exact_rounding: as of rms_norm: round the normalised sum to x's dtype before the weight.
@@ -68,7 +70,7 @@ def fused_add_rms_norm(
     compute, and what the gradient is taken of.
 
     Raises:
-        TypeError: x is not a floating tensor; residual is not of its dtype.
+        TypeError: x or weight is not a floating tensor; residual is not of x's dtype.
         ValueError: x has no dimension; residual is not like x; weight is not [H]; the tensors are on two devices.
 
     Contract: Tolerance (rms_norm's, with its arithmetic); new_residual has the bits of ``x + residual``. Roundings of
@@ -92,13 +94,7 @@ def check(x, residual, weight, eps, *, weight_offset, exact_rounding):
     c.same_dtype("residual", residual, "x", x)
 
 
-NEEDS = (
-    c.at_most("x", -1, WIDEST),
-    c.dtype_in("x", *FLOATS),
-    c.unit_stride("weight"),
-    c.dtype_of_or("weight", "x", torch.float32),
-    *(need(name) for name in ("x", "residual") for need in (c.unit_stride, c.one_row_stride)),
-)
+NEEDS = needs_of("x", "residual")
 fused_add_rms_norm.kernel(needs=NEEDS)
 
 
@@ -147,7 +143,7 @@ def fused_add_rms_norm_(
     Args:
         x: [..., H], floating; becomes y.
         residual: [..., H], of x's dtype; becomes new_residual.
-        weight: [H], of x's dtype or float32; None for none.
+        weight: [H], floating, None for none. The kernel takes x's dtype and float32; of another the reference answers.
         eps: added to the mean square; same units as x².
         weight_offset: added to the weight in float32: 1 for the Gemma family's.
         exact_rounding: as of rms_norm: round the normalised sum to x's dtype before the weight.
@@ -157,10 +153,11 @@ def fused_add_rms_norm_(
 
     Raises:
         TypeError, ValueError: as fused_add_rms_norm.
+        ValueError: x and residual share memory, or elements of one of them do. Nothing is written then.
         RuntimeError: a gradient would have to be recorded: use fused_add_rms_norm for that.
 
-    Contract: Tolerance (rms_norm's, with its arithmetic); as fused_add_rms_norm. Where the tensors share memory the
-    reference answers.
+    Contract: Tolerance (rms_norm's, with its arithmetic); as fused_add_rms_norm. Where the weight lies in x or residual
+    the reference answers, by the weight as it was.
 
     Source: rms_norm's; the fusion as in vLLM.
     """
@@ -171,6 +168,25 @@ def fused_add_rms_norm_(
     residual.copy_(total)
 
 
-fused_add_rms_norm_.check(check)
-fused_add_rms_norm_.bad_calls(bad_calls)
+@fused_add_rms_norm_.check
+def _(x, residual, weight, eps, *, weight_offset, exact_rounding):
+    check(x, residual, weight, eps, weight_offset=weight_offset, exact_rounding=exact_rounding)
+    c.is_apart("x", x)
+    c.is_apart("residual", residual)
+    c.are_apart("residual", residual, "x", x)
+
+
+@fused_add_rms_norm_.bad_calls
+def _(device):
+    yield from bad_calls(device)
+    both = torch.ones(3, 8, device=device)
+    shared = r"residual: expected memory apart from that of x, which is written, got shared memory"
+    yield BadCall((both, both), ValueError, shared)
+    yield BadCall((both[:2], both[1:]), ValueError, shared)
+    yield BadCall((both[:, :5], both[:, 3:]), ValueError, shared)
+    one = torch.ones(1, 8, device=device).expand(3, 8)
+    yield BadCall((both, one), ValueError, r"residual: expected a place of its own for every element, .* got shared")
+    yield BadCall((one, both), ValueError, r"x: expected a place of its own for every element, .* got shared")
+
+
 fused_add_rms_norm_.kernel(needs=[*NEEDS, c.apart("x", "residual", read=("weight",))])

@@ -161,6 +161,9 @@ def _check_points(queries, references, query_ptr, reference_ptr, index, **others
         if index.dtype != torch.uint8:
             raise TypeError(f"index: expected uint8, as knn_index makes it, got {c.short(index.dtype)}")
         c.has_shape("index", index, ("bytes",))
+        if index.shape[0] != (wanted := index_bytes(references)):
+            text = f"shape [{wanted}], as knn_index makes it of these references"
+            raise ValueError(f"index: expected {text}, got {list(index.shape)}")
 
 
 def _check_pointers(queries, references, query_ptr, reference_ptr):
@@ -221,7 +224,8 @@ def knn(
         radius: keep only neighbours with ``dist2 <= radius * radius``; from 0, infinity allowed. The radius is rounded
             to the dtype of dist2, and so is its square.
         index: what `knn_index` made of these references (and this reference_ptr); without it, the structure is built
-            in the call. `KnnIndex` keeps one and notices when it goes stale.
+            in the call. `KnnIndex` keeps one and notices when it goes stale; here one of other references is noticed
+            only by its size, which counts them in thirty-twos.
 
     Returns:
         dist2: [N, k], **squared** distances (units²), nearest first; float32, or float64 for float64.
@@ -242,7 +246,8 @@ def knn(
         TypeError: not tensors, not floating, or of two dtypes; k is not an int; a pointer without the other, or not of
             int32 or int64; an index that is not uint8.
         ValueError: not [N, D] and [M, D]; k outside 1 to 128; the tensors are on two devices; pointers of two lengths,
-            or (on the CPU) not rising from 0 to the number of rows; a radius that is negative or NaN.
+            or (on the CPU) not rising from 0 to the number of rows; a radius that is negative or NaN; an index of
+            another size than knn_index makes of these references.
 
     Contract: Exact. Ties go to the lower reference index. Two runs and both paths give the same bits.
 
@@ -766,8 +771,8 @@ def _(references, reference_ptr):
     _check_pointer("reference_ptr", reference_ptr, references.shape[0])
 
 
-@knn_index.fake
-def _(references, reference_ptr):
+def index_bytes(references: Tensor) -> int:
+    """Leaves, then levels of groups: of points and boxes of this many, whatever they are."""
     boxes = -(-references.shape[0] // FAN)
     size = 8 if references.dtype == torch.float64 else 4
     total = boxes * FAN * 4 * size
@@ -776,7 +781,12 @@ def _(references, reference_ptr):
         if boxes <= FAN:
             break
         boxes = -(-boxes // FAN)
-    return references.new_empty(total, dtype=torch.uint8)
+    return total
+
+
+@knn_index.fake
+def _(references, reference_ptr):
+    return references.new_empty(index_bytes(references), dtype=torch.uint8)
 
 
 knn_index.kernel(needs=[c.dtype_in("references", *POINTS), c.at_most("references", 0, MOST_POINTS)])

@@ -7,7 +7,7 @@ from prequal import constraints as c
 from prequal.contracts import Tolerance
 from prequal.registry import BadCall, Sample, op
 
-from ._rows import FLOATS, normal, over_rows, stored, wide_of
+from ._rows import FLOATS, normal, over_rows, stored, walks, wide_of
 
 WIDEST = 2**30
 
@@ -19,6 +19,8 @@ def samples(device):
         name = c.short(dtype)
         yield Sample(f"{name} no weight", (x(3, 64, dtype=dtype),))
         yield Sample(f"{name} fp32 weight", (x(5, 257, dtype=dtype), x(257)))
+        for other in (torch.float16, torch.float64):
+            yield Sample(f"{name} {c.short(other)} weight", (x(3, 40, dtype=dtype), x(40, dtype=other)))
         yield Sample(f"{name} fp32 weight, whole words", (x(5, 1024, dtype=dtype), x(1024)))
         for width in (1, 7, 31, 128, 257, 1000, 1031, 2056, 4095, 4096, 4104, 8191, 8193):
             yield Sample(f"{name} width {width}", (x(3, width, dtype=dtype), x(width, dtype=dtype)))
@@ -61,6 +63,10 @@ def gradient_samples(device):
             yield Sample(f"{name} width {width}", call(37, width, dtype=dtype, weight=dtype))
         for width in (16384, 32771, 65536, 65537, 131080):
             yield Sample(f"{name} wide {width}", call(3, width, dtype=dtype, weight=dtype))
+        for other in (torch.float16, torch.float64):
+            yield Sample(f"{name} {c.short(other)} weight", call(3, 40, dtype=dtype, weight=other))
+        grad, *rest = call(3, 40, dtype=dtype, weight=dtype)
+        yield Sample(f"{name} float64 gradient", (grad.double(), *rest))
         yield Sample(f"{name} many rows", call(1031, 264, dtype=dtype, weight=dtype))
         yield Sample(f"{name} many short rows", call(2053, 40, dtype=dtype, weight=dtype))
         yield Sample(f"{name} added", call(19, 1032, dtype=dtype, weight=dtype, added=True))
@@ -118,7 +124,7 @@ def rms_norm(
 
     Args:
         x: [..., H], floating.
-        weight: [H], of x's dtype or float32; None for none.
+        weight: [H], floating, None for none. The kernel takes x's dtype and float32; of another the reference answers.
         eps: added to the mean square; same units as x².
         weight_offset: added to the weight in float32: 1 for the Gemma family's. Without a weight it means nothing.
         exact_rounding: round ``x * rsqrt(...)`` to x's dtype before the weight, as the eager chain of Llama's module
@@ -135,7 +141,7 @@ def rms_norm(
     its reference.
 
     Raises:
-        TypeError: x is not a floating tensor.
+        TypeError: x or weight is not a floating tensor.
         ValueError: x has no dimension; weight is not [H]; the tensors are on two devices.
 
     Contract: Tolerance (TOLERANCE in the source, with its arithmetic). NaN and infinity propagate as in the formula.
@@ -175,16 +181,18 @@ def _(x, weight, eps, *, weight_offset, exact_rounding):
     c.is_bool("exact_rounding", exact_rounding)
 
 
-rms_norm.kernel(
-    needs=[
+def needs_of(*rows, parameters=("weight",), like=()):
+    """A norm's: of its tensors [..., H], its parameters [H], and what must be of x's dtype."""
+    return [
         c.at_most("x", -1, WIDEST),
+        *(c.dtype_of_or(name, "x") for name in like),
         c.dtype_in("x", *FLOATS),
-        c.unit_stride("weight"),
-        c.dtype_of_or("weight", "x", torch.float32),
-        c.unit_stride("x"),
-        c.one_row_stride("x"),
+        *(need for name in parameters for need in (c.unit_stride(name), c.dtype_of_or(name, "x", torch.float32))),
+        *walks(*rows),
     ]
-)
+
+
+rms_norm.kernel(needs=needs_of("x"))
 
 
 @rms_norm.backward(saves=("x", "weight"))
@@ -200,21 +208,26 @@ def _(saved, kept, grad):
     return {"x": dx, "weight": dweight}
 
 
-@rms_norm.bad_calls
-def _(device):
+def bad_norms(device):
+    """Of (x, weight, ...)."""
     x = torch.ones(2, 8, device=device)
     yield BadCall(([1.0],), TypeError, r"x: expected a torch.Tensor, got list")
     yield BadCall((x, 3), TypeError, r"weight: expected a torch.Tensor, got int")
-    yield BadCall((x, None, "small"), TypeError, r"eps: expected a float, got str")
     yield BadCall((x.long(),), TypeError, r"x: expected a floating dtype, got int64")
     yield BadCall((x, x[0].long()), TypeError, r"weight: expected a floating dtype, got int64")
     yield BadCall((x[0, 0],), ValueError, r"x: expected at least one dimension, got a 0-dimensional tensor")
-    yield BadCall(
-        (x, x[0, :7]), ValueError, r"weight: expected shape \[8\] to match the last dimension of x, got \[7\]"
-    )
-    yield BadCall((x, x), ValueError, r"weight: expected shape \[8\] .*, got \[2, 8\]")
+    text = r"weight: expected shape \[8\] to match the last dimension of x, got"
+    yield BadCall((x, x[0, :7]), ValueError, rf"{text} \[7\]")
+    yield BadCall((x, x), ValueError, rf"{text} \[2, 8\]")
     if device.type == "cuda":
         yield BadCall((x, x[0].cpu()), ValueError, r"weight: expected a tensor on cuda:\d like x, got cpu")
+
+
+@rms_norm.bad_calls
+def _(device):
+    yield from bad_norms(device)
+    x = torch.ones(2, 8, device=device)
+    yield BadCall((x, None, "small"), TypeError, r"eps: expected a float, got str")
 
 
 @op(samples=gradient_samples, contract=GRADIENT_TOLERANCE)
@@ -231,12 +244,12 @@ def rms_norm_backward(
     """The gradient of `rms_norm`, and with `added` of `fused_add_rms_norm`: of x and weight from that of the result.
 
     Args:
-        grad: [..., H], of the result, of x's dtype.
+        grad: [..., H], of the result, floating. The kernel takes x's dtype; of another the reference answers.
         x: [..., H], as the forward call had it.
-        weight: [H] or None, as the forward call had it.
+        weight: [H] or None, as the forward call had it; the kernel takes x's dtype and float32.
         eps: as the forward call had it.
-        added: [..., H] or None; added to dx before its rounding. Where x is a residual stream that goes on besides the
-            norm, the gradient that comes from there.
+        added: [..., H] or None, floating, as grad; added to dx before its rounding. Where x is a residual stream that
+            goes on besides the norm, the gradient that comes from there.
         weight_offset: as the forward call had it.
         weight_grad: False for a frozen weight.
 
@@ -286,17 +299,7 @@ def _(grad, x, weight, eps, added, *, weight_offset, weight_grad):
             c.same_shape(name, value, "x", x)
 
 
-rms_norm_backward.kernel(
-    needs=[
-        c.at_most("x", -1, WIDEST),
-        c.dtype_of_or("grad", "x"),
-        c.dtype_of_or("added", "x"),
-        c.dtype_in("x", *FLOATS),
-        c.unit_stride("weight"),
-        c.dtype_of_or("weight", "x", torch.float32),
-        *(need(name) for name in ("grad", "x", "added") for need in (c.unit_stride, c.one_row_stride)),
-    ]
-)
+rms_norm_backward.kernel(needs=needs_of("grad", "x", "added", like=("grad", "added")))
 
 
 @rms_norm_backward.bad_calls

@@ -39,6 +39,8 @@ def samples(device):
             of = f"{name} {layout}"
             yield Sample(f"{of}, batch", call(2, 5, dtype=dtype, q=8, k=2, dim=128), named)
             yield Sample(f"{of}, tables of the dtype", call(5, dtype=dtype, table=dtype), named)
+            for other in (torch.float16, torch.float64):
+                yield Sample(f"{of}, {c.short(other)} tables", call(5, dtype=dtype, table=other), named)
             exact = {**named, "exact_rounding": True}
             yield Sample(f"{of}, exact rounding", call(5, dtype=dtype, table=dtype), exact)
             yield Sample(f"{of}, exact rounding, fp32 tables", call(5, dtype=dtype), exact)
@@ -60,6 +62,7 @@ def samples(device):
             each = torch.stack((where, where.flip(0)))
             yield Sample(f"{of}, positions of a batch", (*two, *tables(device, 8, 32), each), named)
             yield Sample(f"{of}, positions for a batch", (*two, *tables(device, 8, 32), where), named)
+            yield Sample(f"{of}, position_ids for a batch", (*two, *tables(device, 8, 32), where[None]), named)
             packed = x(6, 4 + 2 + 2, 64, dtype=dtype)
             yield Sample(f"{of}, packed qkv", (packed[:, :4], packed[:, 4:6], *tables(device, 6, 32)), named)
             packed = x(2, 6, 4 * 64 + 2 * 2 * 64, dtype=dtype)
@@ -127,13 +130,15 @@ def rope(
         q: [tokens, heads, D] or [batch, tokens, heads, D], floating. Any strides with D contiguous: views of a packed
             qkv, or of heads-first [batch, heads, tokens, D] by ``transpose(1, 2)``, are read where they lie.
         k: like q, with its own number of heads.
-        cos: [rows, rotary_dim / 2], of q's dtype or float32: the cosine of each pair's angle, a row a position.
+        cos: [rows, rotary_dim / 2], floating: the cosine of each pair's angle, a row a position. The kernel takes q's
+            dtype and float32; of another the reference answers.
             [rows, rotary_dim] is taken, too: the doubled table of Hugging Face, ``cat((half, half))``; its first half
             is read. A table that repeats each column in turn, as models of the interleaved layout have it, is another:
             give its ``[:, ::2]``.
         sin: like cos.
-        positions: the row of the tables for each token, int32 or int64: [tokens] for every batch, or [batch, tokens].
-            None: a token's own number in its sequence.
+        positions: the row of the tables for each token, int32 or int64: [tokens] or [1, tokens] for every batch, as
+            transformers' position_ids, or [batch, tokens]; for q without a batch, [tokens]. None: a token's own number
+            in its sequence.
         interleaved: a pair is (x[2 i], x[2 i + 1]), as in GPT-J, instead of (x[i], x[i + rotary_dim / 2]), as in
             GPT-NeoX and Llama.
         rotary_dim: how much of each head is rotated, from its start; the rest is copied. None: all of it.
@@ -149,7 +154,8 @@ def rope(
     The gradients of q and k are the inverse rotation of theirs; cos and sin have gradients, too, by the reference.
 
     Raises:
-        TypeError: q is not a floating tensor; k is not of q's dtype, sin not of cos's; positions are not integers.
+        TypeError: q or cos is not a floating tensor; k is not of q's dtype, or sin not of cos's; positions are no
+            integers.
         ValueError: shapes that do not fit; an odd rotary_dim; without positions, fewer rows than tokens; two devices.
 
     Contract: Tolerance (TOLERANCE in the source, with its arithmetic). Roundings of the eager chain that are kept: the
@@ -218,9 +224,10 @@ def check(q, k, cos, sin, positions, *, interleaved, rotary_dim, inverse, exact_
         return
     if positions.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"positions: expected int32 or int64, got {c.short(positions.dtype)}")
-    fitting = [[tokens]] if q.dim() == 3 else [[tokens], [q.shape[0], tokens]]
-    if list(positions.shape) not in fitting:
-        raise ValueError(f"positions: expected shape {' or '.join(map(str, fitting))}, got {list(positions.shape)}")
+    batches = () if q.dim() == 3 else (1, q.shape[0])
+    if list(positions.shape) not in ([tokens], *([n, tokens] for n in batches)):
+        wanted = f"[{tokens}]" + (f", [1, {tokens}] or [{q.shape[0]}, {tokens}]" if batches else "")
+        raise ValueError(f"positions: expected shape {wanted}, got {list(positions.shape)}")
 
 
 NEEDS = (
@@ -271,6 +278,10 @@ def bad_calls(device):
     where = torch.zeros(3, device=device)
     yield BadCall((q, k, cos, sin, where), TypeError, r"positions: expected int32 or int64, got float32")
     yield BadCall((q, k, cos, sin, where.int()[1:]), ValueError, r"positions: expected shape \[3\], got \[2\]")
+    yield BadCall((q, k, cos, sin, where.int()[None]), ValueError, r"positions: expected shape \[3\], got \[1, 3\]")
+    three, each = (torch.ones(3, 3, n, 8, device=device) for n in (4, 2)), torch.zeros(2, 3, device=device).int()
+    wanted = r"positions: expected shape \[3\], \[1, 3\] or \[3, 3\], got \[2, 3\]"
+    yield BadCall((*three, cos, sin, each), ValueError, wanted)
     if device.type == "cuda":
         yield BadCall((q, k, cos.cpu(), sin), ValueError, r"cos: expected a tensor on cuda:\d like q, got cpu")
 
@@ -295,7 +306,7 @@ def rope_(
         k: like q, with its own number of heads; is rotated.
         cos: [rows, rotary_dim / 2], or doubled, as of rope.
         sin: like cos.
-        positions: [tokens] or [batch, tokens], int32 or int64, or None, as of rope.
+        positions: [tokens], [1, tokens] or [batch, tokens], int32 or int64, or None, as of rope.
         interleaved: a pair is (x[2 i], x[2 i + 1]), as of rope.
         rotary_dim: how much of each head is rotated; the rest is not touched.
         inverse: turn back.
@@ -306,9 +317,10 @@ def rope_(
 
     Raises:
         TypeError, ValueError: as rope.
+        ValueError: q and k share memory, or elements of one of them do. Nothing is written then.
         RuntimeError: a gradient would have to be recorded: use rope for that.
 
-    Contract: Tolerance; all as rope. Where q and k share memory the reference answers.
+    Contract: Tolerance; all as rope. Where tables or positions lie in q or k the reference answers, by what they were.
 
     Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
     """
@@ -327,6 +339,29 @@ def rope_(
     k.copy_(turned_k)
 
 
-rope_.check(check)
-rope_.bad_calls(bad_calls)
+@rope_.check
+def _(q, k, cos, sin, positions, **named):
+    check(q, k, cos, sin, positions, **named)
+    c.is_apart("q", q)
+    c.is_apart("k", k)
+    c.are_apart("k", k, "q", q)
+
+
+@rope_.bad_calls
+def _(device):
+    yield from bad_calls(device)
+    qkv = torch.ones(3, 8, 8, device=device)
+    tables = torch.ones(5, 4, device=device), torch.ones(5, 4, device=device)
+    shared = r"k: expected memory apart from that of q, which is written, got shared memory"
+    yield BadCall((qkv, qkv, *tables), ValueError, shared)
+    yield BadCall((qkv[:, :4], qkv[:, 3:], *tables), ValueError, shared)
+    one = qkv[:, :1].expand(3, 4, 8)
+    yield BadCall(
+        (qkv[:, 1:], one, *tables), ValueError, r"k: expected a place of its own for every element, .* shared"
+    )
+    yield BadCall(
+        (one, qkv[:, 1:], *tables), ValueError, r"q: expected a place of its own for every element, .* shared"
+    )
+
+
 rope_.kernel(needs=[*NEEDS, c.apart("q", "k", read=("cos", "sin", "positions"))])

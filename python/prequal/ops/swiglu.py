@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from prequal import constraints as c
 from prequal.contracts import Tolerance
-from prequal.registry import BadCall, op
+from prequal.registry import op
 
 from . import _gated as gated
 from ._rows import stored, wide_of
@@ -94,6 +94,40 @@ def _(saved, kept, grad):
     return {"gate": dgate, "up": dup}
 
 
+@op(samples=lambda device: gated.apart_samples(device, 2, EXACT), contract=TOLERANCE, mutates=("gate",))
+def swiglu_(gate: Tensor, up: Tensor, *, exact_rounding: bool = False) -> Tensor:
+    """`swiglu` in place: the result is written into gate.
+
+    Args:
+        gate: [..., I], floating; becomes the result.
+        up: [..., I], of gate's dtype.
+        exact_rounding: round silu(gate) to the dtype before the product, as of swiglu.
+
+    Returns:
+        gate. No memory is allocated.
+
+    Raises:
+        TypeError, ValueError: as swiglu.
+        ValueError: gate and up share memory, or elements of gate do. Nothing is written then.
+        RuntimeError: a gradient would have to be recorded: use swiglu for that.
+
+    Contract: Tolerance; all as swiglu.
+
+    Source: Shazeer, GLU Variants Improve Transformer, 2020.
+    """
+    return gate.copy_(swiglu.op.reference(gate, up, exact_rounding=exact_rounding))
+
+
+@swiglu_.check
+def _(gate, up, *, exact_rounding):
+    gated.check_in_place(gate, up)
+    c.is_bool("exact_rounding", exact_rounding)
+
+
+swiglu_.bad_calls(gated.bad_in_place)
+swiglu_.kernel(needs=gated.APART)
+
+
 @op(samples=lambda device: gated.packed_samples(device, False, EXACT), contract=TOLERANCE)
 def swiglu_packed(x: Tensor, *, interleaved: bool = False, exact_rounding: bool = False) -> Tensor:
     """`swiglu` of a gate and an up that one matrix product made.
@@ -137,7 +171,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     """The gradient of `swiglu`: from that of the result to gate's and up's. silu is computed again, not kept.
 
     Args:
-        grad: [..., I], of the result, of gate's dtype.
+        grad: [..., I], of the result, floating. The kernel takes gate's dtype; of another the reference answers.
         gate: [..., I], as the forward call had it.
         up: [..., I], as the forward call had it.
 
@@ -156,21 +190,8 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     return stored(dgate, gate), stored(dup, gate)
 
 
-@swiglu_backward.check
-def _(grad, gate, up):
-    c.is_tensor("grad", grad)
-    gated.check_apart(gate, up)
-    c.same_device(grad=grad, gate=gate, up=up)
-    gated.check_grad(grad, gate.shape, "gate")
-
-
-@swiglu_backward.bad_calls
-def _(device):
-    x = torch.ones(2, 8, device=device)
-    yield from gated.bad_apart(device, (x,))
-    yield BadCall((x[0], x, x), ValueError, r"grad: expected the shape \[2, 8\] of gate, got \[8\]")
-
-
+swiglu_backward.check(gated.check_apart_gradient)
+swiglu_backward.bad_calls(gated.bad_apart_gradient)
 swiglu_backward.kernel(needs=gated.APART_GRADIENT)
 
 
@@ -179,7 +200,7 @@ def swiglu_packed_backward(grad: Tensor, x: Tensor, *, interleaved: bool = False
     """The gradient of `swiglu_packed`: from that of the result to x's, in x's layout.
 
     Args:
-        grad: [..., I], of the result, of x's dtype.
+        grad: [..., I], of the result, floating. The kernel takes x's dtype; of another the reference answers.
         x: [..., 2 I], as the forward call had it.
         interleaved: as the forward call had it.
 
@@ -199,17 +220,8 @@ def swiglu_packed_backward(grad: Tensor, x: Tensor, *, interleaved: bool = False
 
 @swiglu_packed_backward.check
 def _(grad, x, *, interleaved):
-    c.is_tensor("grad", grad)
-    gated.check_packed(x, interleaved)
-    c.same_device(grad=grad, x=x)
-    gated.check_grad(grad, gated.result_of(x), "the result")
+    gated.check_packed_gradient(grad, x, interleaved)
 
 
-@swiglu_packed_backward.bad_calls
-def _(device):
-    x = torch.ones(2, 8, device=device)
-    yield from gated.bad_packed(device, (x[:, :4],))
-    yield BadCall((x, x), ValueError, r"grad: expected the shape \[2, 4\] of the result, got \[2, 8\]")
-
-
+swiglu_packed_backward.bad_calls(gated.bad_packed_gradient)
 swiglu_packed_backward.kernel(needs=gated.PACKED_GRADIENT)

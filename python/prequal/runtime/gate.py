@@ -56,8 +56,9 @@ class Host(Protocol):
         """True inside a CUDA graph capture."""
         ...
 
-    def loading_problem(self, device: int) -> str | None:
-        """Load every kernel on this device, once. In words, why that cannot be done now; None where it is done."""
+    def loading_problem(self, basename: str, device: int) -> str | None:
+        """Load the kernels of the ops of this basename on this device, once. In words, why that cannot be done now, or
+        None where it is done."""
         ...
 
     def failure(self, op: str, device: int) -> str | None:
@@ -361,7 +362,7 @@ class Gate:
             if found.problem is not None:
                 return refuse(Reason.QUALIFICATION_FAILED, found.problem, found)
             # Whatever vouches for the op: a first launch that loads a module may deadlock others or break a capture.
-            if may_run and (text := self.host.loading_problem(device)):
+            if may_run and (text := self.host.loading_problem(op.basename, device)):
                 return refuse(Reason.NOT_QUALIFIED, text)
             if self._disabled(op.name) is None and may_run:
                 self.host.open(op.name, device, True)

@@ -36,7 +36,7 @@ class Telemetry:
         unlocked_in_a_child(self)
 
     def fell_back(self, op: str, device: str, reason: str, detail: str = "") -> None:
-        """A call that the fast path does not serve: it goes to the reference, in strict mode to FallbackError."""
+        """A call that the fast path does not serve goes to the reference."""
         self._count("reference", op, device, reason)
         self._say(op, device, reason, "goes to its PyTorch reference", detail)
 

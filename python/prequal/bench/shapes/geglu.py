@@ -1,4 +1,4 @@
-"""geglu, apart and packed, and its gradient: the widths of language models' MLPs."""
+"""geglu, apart (fresh and in place) and packed, and its gradient: the widths of language models' MLPs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from prequal.registry import Cost
 FLOPS = 8  # a value: the exponential is one of them, as is the division
 
 
-@prequal.geglu.cost
-def _(gate, up, approximate, *, exact_rounding):
+def cost(gate, up, approximate, *, exact_rounding):
     return Cost(3 * gate.numel() * gate.element_size(), FLOPS * gate.numel())
+
+
+prequal.geglu.cost(cost)
+prequal.geglu_.cost(cost)
 
 
 @prequal.geglu_packed.cost
@@ -39,6 +42,10 @@ def _(grad, x, approximate, *, interleaved):
 
 def eager(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Tensor:
     return F.gelu(gate, approximate=approximate) * up
+
+
+def eager_in_place(gate: Tensor, up: Tensor, approximate: str = "tanh") -> None:
+    gate.copy_(F.gelu(gate, approximate=approximate)).mul_(up)
 
 
 def eager_packed(x: Tensor, approximate: str = "tanh") -> Tensor:
@@ -71,4 +78,4 @@ PEERS = (Peer("liger_kernel", "geglu", liger, near),)
 
 
 def cases() -> Iterator[Case]:
-    return gated_cases("geglu", eager, eager_packed, split, packed_gradient)
+    return gated_cases("geglu", eager, eager_in_place, eager_packed, split, packed_gradient)

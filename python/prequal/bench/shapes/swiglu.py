@@ -1,4 +1,4 @@
-"""swiglu, apart and packed, and its gradient: the widths of language models' MLPs."""
+"""swiglu, apart (fresh and in place) and packed, and its gradient: the widths of language models' MLPs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from prequal.registry import Cost
 FLOPS = 8  # a value: the exponential is one of them, as is the division
 
 
-@prequal.swiglu.cost
-def _(gate, up, *, exact_rounding):
+def cost(gate, up, *, exact_rounding):
     return Cost(3 * gate.numel() * gate.element_size(), FLOPS * gate.numel())
+
+
+prequal.swiglu.cost(cost)
+prequal.swiglu_.cost(cost)
 
 
 @prequal.swiglu_packed.cost
@@ -39,6 +42,10 @@ def _(grad, x, *, interleaved):
 
 def eager(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
+
+
+def eager_in_place(gate: Tensor, up: Tensor) -> None:
+    F.silu(gate, inplace=True).mul_(up)
 
 
 def eager_packed(x: Tensor) -> Tensor:
@@ -71,4 +78,4 @@ PEERS = (Peer("liger_kernel", "swiglu", liger, near),)
 
 
 def cases() -> Iterator[Case]:
-    return gated_cases("swiglu", eager, eager_packed, split, packed_gradient)
+    return gated_cases("swiglu", eager, eager_in_place, eager_packed, split, packed_gradient)
