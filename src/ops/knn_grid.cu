@@ -439,38 +439,45 @@ __device__ __forceinline__ void add_overflowing(const Point<float>& q, const Clo
   }
 }
 
+extern __shared__ __align__(16) char shared_bytes[];
+
+// From the array itself, so that the compiler knows whose loads these are.
+__device__ __forceinline__ grid::View view_of(int points, bool uneven) {
+  const Shared shared(shared_bytes, Layout(points));
+  return {shared.entries, shared.cells(), shared.grids, shared.box, uneven};
+}
+
 // Apart, each: an even cloud's search does not pay for their registers, nor that of a cluster for the space between.
 template <int K>
-__device__ __noinline__ tree::Best<K> search_crowded(Point<float> q, grid::View view, tree::Best<K> best, int own) {
+__device__ __noinline__ tree::Best<K> search_crowded(Point<float> q, int points, tree::Best<K> best, int own) {
+  const grid::View view = view_of(points, true);
   grid::Search<K>{q, view, best}.inside(own);
   return best;
 }
 
 template <int K>
-__device__ __noinline__ tree::Best<K> search_between(Point<float> q, grid::View view, tree::Best<K> best, int own) {
+__device__ __noinline__ tree::Best<K> search_between(Point<float> q, int points, tree::Best<K> best, int own) {
+  const grid::View view = view_of(points, true);
   grid::Search<K>{q, view, best}.outside(own);
   return best;
 }
 
 template <int K>
-__device__ __forceinline__ void search(const Point<float>& q, const grid::View& view, tree::Best<K>& best) {
-  const grid::Search<K> all{q, view, best};
-  if (!view.uneven) {
-    grid::Search<K>{q, view, best}.inside(0);
-    return;
-  }
+__device__ __forceinline__ void search(const Point<float>& q, int points, bool uneven, tree::Best<K>& best) {
+  const grid::View view = view_of(points, uneven);
+  grid::Search<K> all{q, view, best};
+  if (!uneven) return all.inside(0);
   const grid::Cell c = view.grids[0].of(q);
   const int own = all.own_grid(c);
-  if (own > 0) best = search_crowded<K>(q, view, best, own);
-  if (own == 0 || all.leaves(c)) best = search_between<K>(q, view, best, own);
+  if (own > 0) best = search_crowded<K>(q, points, best, own);
+  if (own == 0 || all.leaves(c)) best = search_between<K>(q, points, best, own);
 }
 
 template <int K, int Threads, class Answer>
 __device__ __forceinline__ void build_and_search(const GridCall& call, Answer&& answer) {
-  extern __shared__ __align__(16) char bytes[];
   const int points = static_cast<int>(call.references.count), cells = grid::cells_for(points);
   const Layout layout(points);
-  const Shared shared(bytes, layout);
+  const Shared shared(shared_bytes, layout);
 
   // 32 queries to a warp of each block in turn: neighbours in the list are often neighbours in space, and as hard. The first
   // is on its way while the grid is built.
@@ -491,7 +498,6 @@ __device__ __forceinline__ void build_and_search(const GridCall& call, Answer&& 
   builder.scatter();
   if (uneven) builder.trim(cells, max(2 * threshold, call.k), call.k);
 
-  const grid::View view{shared.entries, shared.cells(), shared.grids, shared.box, uneven};
   for (int64_t query = mine; query < rounded; query += step) {
     const bool there = query < call.queries.count;
     tree::Best<K> best;
@@ -499,7 +505,7 @@ __device__ __forceinline__ void build_and_search(const GridCall& call, Answer&& 
     if (there) {
       const Point<float> q = call.queries.at<float>(query);
       if (tree::finite(q)) {
-        search(q, view, best);
+        search(q, points, uneven, best);
         if (best.worst() == INFINITY && !(call.limit < INFINITY)) add_overflowing<K>(q, call.references, best);
       }
     }
