@@ -288,12 +288,12 @@ struct Search {
     return view.start(cell + 1) == place + 1 ? own_grid(view.entry(place)) : 0;
   }
 
-  // Whether other cells of the whole cloud's grid may matter.
-  PREQUAL_HD bool leaves(const Cell& c) const {
-    const Grid& top = view.grids[0];
+  // Whether cells of a grid may matter that are not between these.
+  PREQUAL_HD bool leaves(const Grid& grid, const Cell& from, const Cell& to) const {
     const float w = worst();
-    return top.x.below2(q.x, c.x - 1) <= w || top.x.above2(q.x, c.x + 1) <= w || top.y.below2(q.y, c.y - 1) <= w ||
-           top.y.above2(q.y, c.y + 1) <= w || top.z.below2(q.z, c.z - 1) <= w || top.z.above2(q.z, c.z + 1) <= w;
+    return (grid.x.below2(q.x, from.x - 1) <= w) | (grid.x.above2(q.x, to.x + 1) <= w) |
+           (grid.y.below2(q.y, from.y - 1) <= w) | (grid.y.above2(q.y, to.y + 1) <= w) |
+           (grid.z.below2(q.z, from.z - 1) <= w) | (grid.z.above2(q.z, to.z + 1) <= w);
   }
 
   // An uneven cloud, but for the crowded cell of this grid.
@@ -405,7 +405,7 @@ struct Search {
     const int layer = outside ? 0 : 1;
     to = {lesser(from.x + 1 + layer, last.x), lesser(from.y + 1 + layer, last.y), lesser(from.z + 1 + layer, last.z)};
     from = {greater(from.x - layer, 0), greater(from.y - layer, 0), greater(from.z - layer, 0)};
-    return near != 0;
+    return near != 0 && leaves(grid, from, to);
   }
 
   // The cells from `from` to `to` (unless `seen`), more around them until k were seen, then whatever else is near enough.

@@ -470,7 +470,7 @@ __device__ __forceinline__ void search(const Point<float>& q, int points, bool u
   const grid::Cell c = view.grids[0].of(q);
   const int own = all.own_grid(c);
   if (own > 0) best = search_crowded<K>(q, points, best, own);
-  if (own == 0 || all.leaves(c)) best = search_between<K>(q, points, best, own);
+  if (own == 0 || all.leaves(view.grids[0], c, c)) best = search_between<K>(q, points, best, own);
 }
 
 template <int K, int Threads, class Answer>

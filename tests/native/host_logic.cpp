@@ -237,7 +237,7 @@ void search_all(const Gridded& built, const tree::Point<float>* queries, int cou
       const grid::Cell c = built.grids[0].of(queries[n]);
       const int own = built.uneven ? search.own_grid(c) : 0;
       if (!built.uneven || own > 0) search.inside(own);
-      if (built.uneven && (own == 0 || search.leaves(c))) search.outside(own);
+      if (built.uneven && (own == 0 || search.leaves(built.grids[0], c, c))) search.outside(own);
     }
     looked[n] = static_cast<int>(built.looked), asked[n] = static_cast<int>(built.asked);
     for (int place = K - k; place < K; ++place) {
