@@ -1,7 +1,10 @@
 // What the kernels compute without a GPU, behind a C interface for test_host_logic.py. Built by the test with the host's
 // own compiler and no CUDA: the headers must not need any.
+#include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include "prequal/knn_grid.h"
 #include "prequal/knn_tree.h"
@@ -91,6 +94,158 @@ Tensor tensor_at(int64_t first, int itemsize, int rank, const int64_t* shape, co
   return x;
 }
 
+// A search's structure as a block builds it (knn_grid.cu), by one thread.
+struct Gridded {
+  std::vector<grid::Entry> entries;
+  std::vector<uint16_t> starts;
+  std::vector<grid::Grid> grids;
+  grid::Box box;
+  bool uneven = false;
+  int crowded = 0;
+  mutable int64_t looked = 0, asked = 0;  // entries read, starts read
+
+  static constexpr int threads = 1024, items = 8;
+
+  static grid::Grid finest(const tree::Point<float>& lo, const tree::Point<float>& hi, int most) {
+    for (int j = 31; j > 0; --j) {
+      const float width = grid::candidate_width(grid::Grid::longest(lo, hi), j);
+      if (grid::Grid::all_of(lo, hi, width) <= most) return grid::Grid::of(lo, hi, width);
+    }
+    return grid::Grid::of(lo, hi, grid::Grid::longest(lo, hi));
+  }
+
+  Gridded(const tree::Point<float>* points, int count, int k) {
+    const auto is = [&](int i) { return tree::finite(points[i]); };
+    const auto widen = [](grid::Box& box, const tree::Point<float>& p) {
+      box.lo = {fminf(box.lo.x, p.x), fminf(box.lo.y, p.y), fminf(box.lo.z, p.z)};
+      box.hi = {fmaxf(box.hi.x, p.x), fmaxf(box.hi.y, p.y), fmaxf(box.hi.z, p.z)};
+    };
+    const grid::Box nothing{{INFINITY, INFINITY, INFINITY}, {-INFINITY, -INFINITY, -INFINITY}};
+    box = nothing;
+    for (int i = 0; i < count; ++i) {
+      if (is(i)) widen(box, points[i]);
+    }
+    const int cells = grid::cells_for(count);
+    const int threshold = grid::crowded_for(count, cells);
+    grids = {finest(box.lo, box.hi, cells)};
+
+    std::vector<int> place(count, -1), held(cells, 0);
+    const auto count_all = [&] {
+      int most = 0;
+      held.assign(cells, 0);
+      for (int i = 0; i < count; ++i) {
+        if (!is(i)) continue;
+        place[i] = grids[0].number(grids[0].of(points[i]));
+        most = std::max(most, ++held[place[i]]);
+      }
+      return most;
+    };
+    uneven = count_all() > threshold;
+    std::vector<int> of_cell;  // cell of each crowded one
+    if (uneven) {
+      grids = {finest(box.lo, box.hi, grid::coarse_cells_for(cells))};
+      count_all();
+      std::vector<int> number(grids[0].all(), 0);
+      for (const int least : {8 * threshold, threshold}) {
+        for (int c = 0; c < grids[0].all(); ++c) {
+          if (number[c] != 0 || held[c] <= least || of_cell.size() == grid::most_crowded) continue;
+          of_cell.push_back(c);
+          number[c] = static_cast<int>(of_cell.size());
+        }
+      }
+      crowded = static_cast<int>(of_cell.size());
+      std::vector<grid::Box> boxes(of_cell.size(), nothing);
+      for (int t = 0; t < threads; ++t) {
+        const int i = t % items * threads + t;
+        if (i < count && is(i) && number[place[i]] != 0) widen(boxes[number[place[i]] - 1], points[i]);
+      }
+      int next = (grids[0].all() + 1) / 2 * 2;
+      const int rest = cells - next;
+      for (size_t n = 0; n < of_cell.size(); ++n) {
+        auto mine = finest(boxes[n].lo, boxes[n].hi, std::max(1, held[of_cell[n]] * rest / count));
+        mine.first = next;
+        next += mine.all();
+        grids.push_back(mine);
+        held[of_cell[n]] = 1;
+      }
+      if (next > cells) std::abort();
+      for (int i = 0; i < count; ++i) {
+        if (!is(i) || number[place[i]] == 0) continue;
+        const grid::Grid& mine = grids[number[place[i]]];
+        place[i] = mine.number(mine.of(points[i]));
+        ++held[place[i]];
+      }
+    }
+    int total = 0;
+    for (int c = 0; c <= cells; ++c) {
+      starts.push_back(static_cast<uint16_t>(total));
+      if (c < cells) total += held[c];
+    }
+    entries.resize(total);
+    std::vector<int> filled(starts.begin(), starts.end());
+    for (size_t n = 0; n < of_cell.size(); ++n) {
+      entries[filled[of_cell[n]]++] = {NAN, 0.0f, 0.0f, ~static_cast<int>(n + 1)};
+    }
+    for (int j = 0; j < count; ++j) {
+      const int i = count - 1 - j;  // the order in a cell is nobody's promise
+      if (is(i)) entries[filled[place[i]]++] = {points[i].x, points[i].y, points[i].z, i};
+    }
+    for (int c = 0; uneven && c < cells; ++c) trim(c, std::max(2 * threshold, k), k);
+  }
+
+  void trim(int cell, int least, int k) {
+    grid::Entry* first = entries.data() + starts[cell];
+    grid::Entry* last = entries.data() + starts[cell + 1];
+    if (last - first <= least) return;
+    for (const auto* p = first; p < last; ++p) {
+      if (p->x != first->x || p->y != first->y || p->z != first->z) return;
+    }
+    std::partial_sort(first, first + k, last, [](const auto& a, const auto& b) { return a.index < b.index; });
+    first[k].index = ~static_cast<int>(last - entries.data());
+  }
+
+  int start(int cell) const {
+    if (cell < 0 || cell >= static_cast<int>(starts.size())) std::abort();
+    return ++asked, starts[cell];
+  }
+  grid::Entry entry(int place) const {
+    if (place < 0 || place >= static_cast<int>(entries.size())) std::abort();
+    return ++looked, entries[place];
+  }
+};
+
+// What a search reads of it, and counts.
+struct Counted {
+  const Gridded& of;
+  const grid::Grid* grids;
+  const grid::Box* box;
+  bool uneven;
+  int start(int cell) const { return of.start(cell); }
+  grid::Entry entry(int place) const { return of.entry(place); }
+};
+
+template <int K>
+void search_all(const Gridded& built, const tree::Point<float>* queries, int count, int k, float limit, float* d,
+                int* i, int* looked, int* asked) {
+  const Counted view{built, built.grids.data(), &built.box, built.uneven};
+  for (int n = 0; n < count; ++n) {
+    tree::Best<K> best;
+    best.clear(k, limit);
+    built.looked = built.asked = 0;
+    grid::Search<K, Counted> search{queries[n], view, best};
+    if (tree::finite(queries[n])) {
+      const grid::Cell c = built.grids[0].of(queries[n]);
+      const int own = built.uneven ? search.own_grid(c) : 0;
+      if (!built.uneven || own > 0) search.inside(own);
+      if (built.uneven && (own == 0 || search.leaves(built.grids[0], c, c))) search.outside(own);
+    }
+    looked[n] = static_cast<int>(built.looked), asked[n] = static_cast<int>(built.asked);
+    for (int place = K - k; place < K; ++place) {
+      d[n * k + place - (K - k)] = best.d[place], i[n * k + place - (K - k)] = best.i[place];
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -142,7 +297,7 @@ uint32_t key_of(const float* p, int dims, const float* sorted /*[3, knots]*/) {
 }
 
 // The cell of x, and the edges of all cells, between lo and hi in about `wanted` cells.
-int even(float lo, float hi, int wanted, float x, float* low /*[most_cells]*/, float* high /*[most_cells]*/,
+int even(float lo, float hi, int wanted, float x, float* low /*[most_along]*/, float* high /*[most_along]*/,
          int* cells) {
   const float width = (hi - lo) / static_cast<float>(wanted);
   const grid::Even axis = grid::Even::of(lo, hi, width, wanted);
@@ -151,13 +306,27 @@ int even(float lo, float hi, int wanted, float x, float* low /*[most_cells]*/, f
   return axis.cell(x);
 }
 
-int ranked_cell(float x, const float* low /*[ranked_cells]*/) { return grid::ranked_cell(x, low); }
-
 int cells_along(float extent, float width) { return grid::cells_along(extent, width); }
 
-int cells_for(int64_t points, int k) { return grid::cells_for(points, k); }
+int cells_for(int64_t points) { return grid::cells_for(points); }
 
-int ranked_cells_for(int cells) { return grid::ranked_cells_for(cells); }
+// The k nearest as the kernel finds them, but for those whose distance overflows, which it adds afterwards; entries and
+// starts that each search read. Returns the number of crowded cells, or -1 where the cloud is even.
+int grid_search(const float* references /*[count, 3]*/, int count, const float* queries /*[asked, 3]*/, int asked,
+                int k, float limit, float* d /*[asked, k]*/, int* i /*[asked, k]*/, int* looked /*[asked]*/,
+                int* starts /*[asked]*/) {
+  const auto* points = reinterpret_cast<const tree::Point<float>*>(references);
+  const auto* from = reinterpret_cast<const tree::Point<float>*>(queries);
+  const Gridded built(points, count, k);
+  if (k == 1) {
+    search_all<1>(built, from, asked, k, limit, d, i, looked, starts);
+  } else if (k <= 4) {
+    search_all<4>(built, from, asked, k, limit, d, i, looked, starts);
+  } else {
+    search_all<8>(built, from, asked, k, limit, d, i, looked, starts);
+  }
+  return built.uneven ? built.crowded : -1;
+}
 
 int knots() { return tree::knots; }
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prequal import constraints
+from prequal.ops._clouds import KINDS, cloud
 
 HERE = pathlib.Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
@@ -48,10 +49,14 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         ("rank_of", ctypes.c_uint32, [ctypes.c_float, ctypes.c_void_p]),
         ("key_of", ctypes.c_uint32, [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]),
         ("even", ctypes.c_int, [*[ctypes.c_float] * 2, ctypes.c_int, ctypes.c_float, *[ctypes.c_void_p] * 3]),
-        ("ranked_cell", ctypes.c_int, [ctypes.c_float, ctypes.c_void_p]),
         ("cells_along", ctypes.c_int, [ctypes.c_float] * 2),
-        ("cells_for", ctypes.c_int, [ctypes.c_int64, ctypes.c_int]),
-        ("ranked_cells_for", ctypes.c_int, [ctypes.c_int]),
+        ("cells_for", ctypes.c_int, [ctypes.c_int64]),
+        (
+            "grid_search",
+            ctypes.c_int,
+            [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_float]
+            + [ctypes.c_void_p] * 4,
+        ),
         ("best", None, [ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 2]),
         ("sorted_bits", ctypes.c_int, [ctypes.c_int64]),
         ("levels", ctypes.c_int, [ctypes.c_int64, *[ctypes.c_void_p] * 4]),
@@ -441,26 +446,80 @@ def test_cells_never_fall_as_the_coordinate_rises(native, a, b, wanted, places):
     assert cells == sorted(cells)
 
 
-@pytest.mark.parametrize("cells", [1, 2, 21, 32])
-def test_a_ranked_cell_is_the_count_of_knots_at_or_below(native, cells):
-    rng = np.random.default_rng(0)
-    low = np.full(32, np.inf, dtype=np.float32)
-    low[:cells] = np.sort(np.round(rng.normal(size=cells), 1))
-    for x in [*rng.normal(size=200), *low[:cells], -1e30, 1e30]:
-        x = np.float32(x)
-        assert native.ranked_cell(x, pointer(low)) == max(np.searchsorted(low[:cells], x, "right") - 1, 0)
-
-
 def test_the_cells_of_a_grid_fit_its_table(native):
     for points in (1, 2, 100, 8000, 8192):
-        for k in (1, 4, 8):
-            cells = native.cells_for(points, k)
-            assert 64 <= cells <= 32768
-            along = native.ranked_cells_for(cells)
-            assert along**3 <= cells
-            assert along == 32 or (along + 1) ** 3 > cells
+        assert 64 <= native.cells_for(points) <= 32768
     assert native.cells_along(1.0, 1.0) == 1
     assert native.cells_along(1.0, 0.25) == 4
     assert native.cells_along(0.0, 0.25) == 1
     assert native.cells_along(float("inf"), 0.25) == 1
     assert native.cells_along(1e20, 1e-20) == 192
+
+
+def searched(native, queries, references, k, limit=np.inf):
+    """(dist2, idx, entries read a query, crowded cells or -1) of the grid's search; idx -1 where there is nobody."""
+    q, r = (np.ascontiguousarray(x, dtype=np.float32) for x in (queries, references))
+    d, i = np.zeros((len(q), k), dtype=np.float32), np.zeros((len(q), k), dtype=np.int32)
+    looked, starts = np.zeros(len(q), dtype=np.int32), np.zeros(len(q), dtype=np.int32)
+    crowded = native.grid_search(
+        pointer(r), len(r), pointer(q), len(q), k, limit, pointer(d), pointer(i), pointer(looked), pointer(starts)
+    )
+    nobody = i == np.iinfo(np.int32).max
+    return np.where(nobody, np.inf, d), np.where(nobody, -1, i), looked, crowded
+
+
+def nearest(queries, references, k, limit=np.inf):
+    """The same by comparing all pairs, but for pairs whose distance overflows."""
+    with np.errstate(all="ignore"):
+        square = (queries[:, None] - references[None]) ** 2
+        d = (square[..., 0] + square[..., 1]) + square[..., 2]
+    d = np.where(np.isfinite(d) & (d <= np.float32(limit)), d, np.float32(np.inf))
+    order = np.argsort(d, axis=1, kind="stable")[:, :k]
+    d = np.take_along_axis(d, order, 1)
+    pad = ((0, 0), (0, k - d.shape[1]))
+    return np.pad(d, pad, constant_values=np.inf), np.pad(np.where(np.isinf(d), -1, order), pad, constant_values=-1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("points", [1, 2, 63, 997, 8192])
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_the_grid_finds_what_comparing_all_pairs_finds(native, kind, points, k):
+    for dim in (2, 3):
+        # overflowing distances are the kernel's to add: here neither side has them
+        references = cloud("cpu", points, 2, kind, dim).numpy()
+        near = references[:40] * np.float32(1 + 2**-20)
+        queries = np.concatenate([cloud("cpu", 120, 1, kind, dim).numpy(), near, references[-20:] + np.float32(50)])
+        queries = queries[np.isfinite(queries).all(1)]
+        q, r = (np.pad(x, ((0, 0), (0, 3 - dim))) for x in (queries, references))
+        middle = nearest(q, r, 1)[0][:, 0]
+        middle = middle[np.isfinite(middle)]
+        for limit in (np.inf, float(np.median(middle)) if len(middle) else 1.0):
+            d, i, _, _ = searched(native, q, r, k, limit)
+            want_d, want_i = nearest(q, r, k, limit)
+            assert np.where(np.isinf(d), -1, i).tolist() == want_i.tolist()
+            assert d.tolist() == want_d.tolist()
+
+
+@pytest.mark.parametrize("k", [1, 8])
+def test_no_cluster_outlier_or_line_makes_a_search_look_at_much_of_the_cloud(native, k):
+    rng = np.random.default_rng(0)
+    clustered = rng.random((20, 3))[np.arange(10_000) % 20] + 1e-3 * rng.normal(size=(10_000, 3))
+    outlier = rng.random((10_000, 3))
+    outlier[7] = 1e6
+    line = rng.random((10_000, 1)) * np.array([1.0, 2.0, 3.0])
+    for points in (clustered, outlier, line):
+        _, _, looked, crowded = searched(native, points[8000:], points[:8000], k)
+        assert crowded > 0
+        assert looked.mean() < 80
+    even = rng.random((10_000, 3))
+    _, _, looked, crowded = searched(native, even[8000:], even[:8000], k)
+    assert crowded == -1
+    assert looked.mean() < (15 if k == 1 else 50)
+
+
+def test_of_equal_points_no_more_than_k_are_looked_at(native):
+    same = np.full((8000, 3), 0.25, dtype=np.float32)
+    d, i, looked, _ = searched(native, same[:5], same, 8)
+    assert i.tolist() == [list(range(8))] * 5
+    assert d.max() == 0.0
+    assert looked.max() <= 8 + 2  # and what says where the cell's grid is, and where the cell ends
