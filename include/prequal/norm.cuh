@@ -6,7 +6,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -138,20 +137,20 @@ __device__ __forceinline__ RowStatistics statistics(Team& team, const Forward<T>
 template <Kind kind>
 inline constexpr int sums_of = kind == Kind::layer ? 2 : 1;
 
-// Resident blocks decide: rms_norm of bf16 [16384, 4096] took 69.7 us at no more than 40 registers (6 blocks of 256
-// threads on an SM of sm_90), 77.8 at 48, 72.6 at 32; a persistent grid that holds the weight and fetches the next row
-// ahead in registers, 73.5 at best. A warp's rows come 4 to a block.
+// Resident blocks decide, and instructions: rms_norm of bf16 [16384, 4096] took 69.7 us at no more than 40 registers (6
+// blocks of 256 threads on an SM of sm_90), 77.8 at 48, 72.6 at 32; streamed through shared memory, 75 (docs/rows.md). A
+// warp's rows come 4 to a block.
 template <int Items>
 constexpr int most_threads(RowKind team) {
   return team == RowKind::warp ? 128 : 512;
 }
-template <Kind kind, int Items>
+template <int Items>
 constexpr int least_blocks(RowKind team) {
-  return team == RowKind::warp ? 1 : Items == 2 && kind == Kind::rms ? 3 : 2;
+  return team == RowKind::warp ? 1 : Items == 2 ? 3 : 2;
 }
 
 template <Kind kind, bool Add, class T, bool Ragged, int Items, class Team>
-__global__ void __launch_bounds__((most_threads<Items>(Team::kind)), (least_blocks<kind, Items>(Team::kind)))
+__global__ void __launch_bounds__((most_threads<Items>(Team::kind)), (least_blocks<Items>(Team::kind)))
     held_rows(const Forward<T> a) {
   constexpr int N = widest<T>;
   __shared__ typename Team::Shared shared;
@@ -198,12 +197,13 @@ __device__ __forceinline__ int rows_of_team(const Team& team, int64_t rows) {
 
 // Rows that are wide or ragged, through shared memory, where the next ones arrive while a team works on two: it sums one
 // row's squares and, while the sum is under way, writes the row before. The parameters of a thread's columns stay in fp32.
+// Layer norm's bias leaves 1,024 threads too few registers.
 template <Kind kind>
-inline constexpr int streamed_items = kind == Kind::layer ? 4 : 2;
+inline constexpr int streamed_threads = kind == Kind::layer ? 512 : 1024;
 
-template <Kind kind, bool Add, class T, bool Ragged, class Team>
-__global__ void __launch_bounds__(2048 / streamed_items<kind>, 1) streamed_rows(const Forward<T> a, int stages) {
-  constexpr int Items = streamed_items<kind>, N = widest<T>, inputs = Add ? 2 : 1;
+template <Kind kind, bool Add, class T, bool Ragged, int Items, class Team>
+__global__ void __launch_bounds__(streamed_threads<kind>, 1) streamed_rows(const Forward<T> a, int stages) {
+  constexpr int N = widest<T>, inputs = Add ? 2 : 1;
   extern __shared__ uint4 dynamic[];
   __shared__ typename Team::Shared shared;
   Team team(shared);
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(2048 / streamed_items<kind>, 1) streamed_rows(
       float value[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) value[i] = kind == Kind::rms ? x[i] * of.rstd : (x[i] - of.mean) * of.rstd;
-      if (a.exact) {
+      if (kind == Kind::rms && a.exact) {
 #pragma unroll
         for (int i = 0; i < N; ++i) value[i] = rounded<T>(value[i]);
       }
@@ -337,9 +337,6 @@ __global__ void __launch_bounds__(1024) read_twice(const Forward<T> a) {
   }
 }
 
-// Accesses of a row that a block holds in registers; wider ones are streamed.
-inline constexpr int most_held = 512 * 4;
-
 inline dim3 grid_of(int64_t blocks) { return dim3(static_cast<unsigned>(std::min<int64_t>(blocks, 0x7fffffff))); }
 
 // The clusters of a kernel that fit on the device, by size, where one or two blocks share a multiprocessor's memory.
@@ -382,12 +379,10 @@ Streams streams_of(const Context& context, int64_t width, int vec, bool ragged, 
 template <Kind kind, bool Add, class T, bool Ragged>
 void run(const Context& context, const Forward<T>& a) {
   constexpr int sums = sums_of<kind>;
-  RowPlan plan = row_plan(a.width, widest<T>,
-                          Ragged                   ? 0
-                          : getenv("PREQUAL_HELD") ? atoi(getenv("PREQUAL_HELD"))
-                                                   : most_held);
-  if (plan.kind == RowKind::block && getenv("PREQUAL_ITEMS"))
-    plan.items = 4, plan.threads = whole_warps((a.width + 4 * widest<T> - 1) / (4 * widest<T>));
+  // [8192, 8192] of bf16: rms_norm 72.5 us with 2 accesses a thread and 70.4 with 4, fused_add_rms_norm 133.6 and 136.5.
+  // Layer norm is faster streamed at any width (docs/rows.md).
+  constexpr bool held = kind == Kind::rms && !Ragged;
+  const RowPlan plan = row_plan(a.width, widest<T>, held ? (Add ? 1024 : 512) : 0, held ? 2048 : 0);
   const auto start = [&]<auto kernel>() {
     launch<kernel>(context, grid_of((a.rows + plan.rows - 1) / plan.rows), dim3(plan.threads), a);
   };
@@ -400,7 +395,7 @@ void run(const Context& context, const Forward<T>& a) {
       }
       break;
     case RowKind::block:
-      if constexpr (!Ragged) {
+      if constexpr (held) {
         switch (plan.items) {
           case 2: return start.template operator()<held_rows<kind, Add, T, false, 2, BlockTeam<sums>>>();
           case 4: return start.template operator()<held_rows<kind, Add, T, false, 4, BlockTeam<sums>>>();
@@ -409,17 +404,29 @@ void run(const Context& context, const Forward<T>& a) {
       break;
     case RowKind::cluster: break;
     case RowKind::loop: {
-      constexpr int alike = Ragged ? widest<T> : 1;
-      constexpr auto in_block = streamed_rows<kind, Add, T, Ragged, BlockTeam<sums>>;
-      constexpr auto in_cluster = streamed_rows<kind, Add, T, Ragged, ClusterTeam<sums>>;
-      const auto [found, fit] = streams_of<in_block, in_cluster>(
-          context, a.width, widest<T>, Ragged, streamed_items<kind>, Add ? 2 : 1, 2048 / streamed_items<kind>);
-      if (found.blocks == 0 || fit < alike) return start.template operator()<read_twice<kind, Add, T, Ragged>>();
-      const dim3 grid = grid_of(streamed_teams(a.rows, fit, alike) * found.blocks), block(found.threads);
-      if (found.blocks == 1) {
-        return launch_with_shared<in_block>(context, grid, block, found.shared, a, found.stages);
+      constexpr int alike = Ragged ? widest<T> : 1, threads = streamed_threads<kind>;
+      const auto stream = [&]<int Items>() {
+        constexpr auto in_block = streamed_rows<kind, Add, T, Ragged, Items, BlockTeam<sums>>;
+        constexpr auto in_cluster = streamed_rows<kind, Add, T, Ragged, Items, ClusterTeam<sums>>;
+        const auto [found, fit] =
+            streams_of<in_block, in_cluster>(context, a.width, widest<T>, Ragged, Items, Add ? 2 : 1, threads);
+        if (found.blocks == 0 || fit < alike) return false;
+        const dim3 grid = grid_of(streamed_teams(a.rows, fit, alike) * found.blocks), block(found.threads);
+        if (found.blocks == 1) {
+          launch_with_shared<in_block>(context, grid, block, found.shared, a, found.stages);
+        } else {
+          launch_clusters<in_cluster>(context, found.blocks, grid, block, found.shared, a, found.stages);
+        }
+        return true;
+      };
+      // layer norm of ragged rows: [16384, 5119] 135 us with 4 accesses a thread, 191 with 2
+      if constexpr (kind == Kind::rms || !Ragged) {
+        if (stream.template operator()<2>()) return;
       }
-      return launch_clusters<in_cluster>(context, found.blocks, grid, block, found.shared, a, found.stages);
+      if constexpr (kind == Kind::layer) {
+        if (stream.template operator()<4>()) return;
+      }
+      return start.template operator()<read_twice<kind, Add, T, Ragged>>();
     }
   }
   throw std::logic_error("norm: row_plan made a plan that no kernel follows");

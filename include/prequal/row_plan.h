@@ -24,18 +24,18 @@ struct RowPlan {
 // A cluster of 8 is what every GPU with clusters can hold; 16 are asked for, and not every GPU has a GPC that wide.
 inline constexpr int largest_cluster = 16;
 
+// Rows that no team holds: read again. Rows in registers that are wider than a block may hold are streamed where that has
+// room, else these.
 inline constexpr RowPlan row_in_loop{RowKind::loop, 1, 1024, 1};
 
 // Rows in registers. width: elements a row; vec: elements an access. A leftover of idle threads costs a whole block's
-// slot, so threads follow the row. 128 to 512 threads with 2 to 4 accesses each keeps enough loads in flight for the
-// copy rate. most: accesses that a block may hold; 0 for none. Wider rows: row_in_loop, unless they are streamed.
-constexpr RowPlan row_plan(int64_t width, int vec, int most) {
+// slot, so threads follow the row. two, four: accesses of a row up to which a thread of a block has 2, and 4.
+constexpr RowPlan row_plan(int64_t width, int vec, int two, int four) {
   const int64_t accesses = (width + vec - 1) / vec;
   const auto split = [&](int64_t by) { return (accesses + by - 1) / by; };
   if (accesses <= 32 * 4) return {RowKind::warp, accesses <= 32 ? 1 : accesses <= 2 * 32 ? 2 : 4, 128, 4};
-  if (accesses > most) return row_in_loop;
-  if (accesses <= 512 * 2) return {RowKind::block, 2, whole_warps(split(2)), 1};
-  if (accesses <= 512 * 4) return {RowKind::block, 4, whole_warps(split(4)), 1};
+  if (accesses <= two) return {RowKind::block, 2, whole_warps(split(2)), 1};
+  if (accesses <= four) return {RowKind::block, 4, whole_warps(split(4)), 1};
   return row_in_loop;
 }
 

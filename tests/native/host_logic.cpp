@@ -80,11 +80,6 @@ int move_row(const uint8_t* from, uint8_t* to, uint8_t* writes, int width) {
   return 0;
 }
 
-void tell(const RowPlan& found, int* out /*[5]*/) {
-  out[0] = static_cast<int>(found.kind), out[1] = found.items, out[2] = found.threads, out[3] = found.rows;
-  out[4] = found.blocks;
-}
-
 Tensor tensor_at(int64_t first, int itemsize, int rank, const int64_t* shape, const int64_t* stride) {
   Tensor x;
   x.data = reinterpret_cast<void*>(static_cast<uintptr_t>(first));
@@ -250,15 +245,22 @@ void search_all(const Gridded& built, const tree::Point<float>* queries, int cou
 
 extern "C" {
 
-void plan(int64_t width, int vec, int clusters, int most, int* out /*[5]*/) {
-  tell(row_plan(width, vec, clusters != 0, most), out);
+void plan(int64_t width, int vec, int two, int four, int* out /*[4]*/) {
+  const RowPlan found = row_plan(width, vec, two, four);
+  out[0] = static_cast<int>(found.kind), out[1] = found.items, out[2] = found.threads, out[3] = found.rows;
 }
 
-void plan_gradient(int64_t width, int vec, int clusters, int* out /*[5]*/) {
-  tell(gradient_plan(width, vec, clusters != 0), out);
+void plan_stream(int64_t width, int vec, int ragged, int items, int inputs, int most, int largest, int shared_sm,
+                 int shared_block, int registers, int* out /*[5]*/) {
+  const auto resident = [&](int threads) { return blocks_by_registers(registers, threads); };
+  const StreamPlan found =
+      stream_plan(width, vec, ragged != 0, items, inputs, most, largest, shared_sm, shared_block, resident);
+  out[0] = found.blocks, out[1] = found.threads, out[2] = found.stages, out[3] = found.shared, out[4] = found.per_sm;
 }
 
-int64_t teams(int64_t rows, int64_t resident) { return gradient_teams(rows, resident); }
+int64_t streams(int64_t rows, int64_t resident, int vec) { return streamed_teams(rows, resident, vec); }
+
+int64_t teams(int64_t rows, int64_t resident, int vec) { return gradient_teams(rows, resident, vec); }
 
 int blocks_of(int registers, int threads) { return blocks_by_registers(registers, threads); }
 

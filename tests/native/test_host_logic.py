@@ -19,7 +19,7 @@ from prequal.ops._clouds import KINDS, cloud
 
 HERE = pathlib.Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
-WARP, BLOCK, CLUSTER, LOOP = range(4)
+WARP, BLOCK, _, LOOP = range(4)
 
 
 @pytest.fixture(scope="session")
@@ -36,8 +36,9 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library))
     for name, result, arguments in (
         ("plan", None, [ctypes.c_int64, *[ctypes.c_int] * 3, ctypes.c_void_p]),
-        ("plan_gradient", None, [ctypes.c_int64, *[ctypes.c_int] * 2, ctypes.c_void_p]),
-        ("teams", ctypes.c_int64, [ctypes.c_int64] * 2),
+        ("plan_stream", None, [ctypes.c_int64, *[ctypes.c_int] * 9, ctypes.c_void_p]),
+        ("streams", ctypes.c_int64, [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]),
+        ("teams", ctypes.c_int64, [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]),
         ("blocks_of", ctypes.c_int, [ctypes.c_int] * 2),
         ("plan_rope", None, [*[ctypes.c_int] * 4, ctypes.c_void_p]),
         ("move_row", ctypes.c_int, [*[ctypes.c_void_p] * 3, *[ctypes.c_int] * 2]),
@@ -82,13 +83,12 @@ WIDTHS = sorted({*range(1, 4200), *(2**e + d for e in range(12, 20) for d in (-1
 
 
 @pytest.mark.parametrize("vec", [4, 8])
-@pytest.mark.parametrize("clusters", [False, True])
-@pytest.mark.parametrize("most", [256, 512, 1024])
-def test_every_width_has_a_plan_that_covers_it(native, vec, clusters, most):
+@pytest.mark.parametrize(("two", "four"), [(512, 2048), (1024, 2048), (0, 0)])
+def test_every_width_has_a_plan_that_covers_it(native, vec, two, four):
     for width in WIDTHS:
-        out = np.zeros(5, dtype=np.int32)
-        native.plan(width, vec, clusters, most, pointer(out))
-        kind, items, threads, rows, blocks = out.tolist()
+        out = np.zeros(4, dtype=np.int32)
+        native.plan(width, vec, two, four, pointer(out))
+        kind, items, threads, rows = out.tolist()
         accesses = -(-width // vec)
         assert threads % 32 == 0
         assert 32 <= threads <= 1024
@@ -96,51 +96,74 @@ def test_every_width_has_a_plan_that_covers_it(native, vec, clusters, most):
             assert items in (1, 2, 4)
             assert items * 32 >= accesses
             assert rows * 32 == threads
-        elif kind in (BLOCK, CLUSTER):
+        elif kind == BLOCK:
             assert items in (2, 4)
-            assert items * threads * blocks >= accesses
-            assert items == 4 or threads <= 512  # the launch bounds that held_rows is compiled with
-            assert threads <= most or items == 2 or kind == CLUSTER
-            assert (threads - 32) * blocks * items < accesses  # no warp of every block without work
+            assert items * threads >= accesses
+            assert threads <= 512  # the launch bounds that held_rows is compiled with
+            assert (threads - 32) * items < accesses  # no warp without work
+            assert accesses <= (two if items == 2 else four)
             assert rows == 1
-            assert (blocks > 1) == (kind == CLUSTER)
-            assert blocks in (1, 2, 4, 8)
-            assert clusters or kind == BLOCK
         else:
-            assert (kind, rows, blocks) == (LOOP, 1, 1)
-            assert accesses > (8 * 4 * 1024 if clusters else max(2 * 512, 4 * most))
+            assert (kind, rows) == (LOOP, 1)
+            assert accesses > max(four, 128)
+
+
+# (shared memory of a multiprocessor, of a block, the widest cluster): sm_80, sm_86 and sm_89, sm_90, sm_90 without 16
+DEVICES = [(167936, 166912, 1), (102400, 101376, 1), (233472, 232448, 16), (233472, 232448, 8)]
 
 
 @pytest.mark.parametrize("vec", [4, 8])
-@pytest.mark.parametrize("clusters", [False, True])
-def test_every_width_has_a_plan_for_its_gradient(native, vec, clusters):
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(
+    ("items", "inputs", "most", "registers"), [(2, 1, 1024, 64), (2, 3, 512, 128), (4, 1, 512, 128)]
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_streamed_row_has_room_for_all_of_it_or_no_plan(native, vec, ragged, items, inputs, most, registers, device):
+    shared_sm, shared_block, largest = device
     for width in WIDTHS:
         out = np.zeros(5, dtype=np.int32)
-        native.plan_gradient(width, vec, clusters, pointer(out))
-        kind, items, threads, rows, blocks = out.tolist()
-        accesses = -(-width // vec)
+        native.plan_stream(
+            width, vec, ragged, items, inputs, most, largest, shared_sm, shared_block, registers, pointer(out)
+        )
+        blocks, threads, stages, shared, per_sm = out.tolist()
+        words = -(-width // vec) + ragged  # a row that begins within a word has one more
+        stage = inputs * (threads * items + 1) * 16
+        if blocks == 0:
+            # not even one block with three rows of its slice
+            own = -(-words // largest)
+            least = -(-own // (items * 32)) * 32
+            assert least > most or 3 * inputs * (least * items + 1) * 16 > shared_block - 4096
+            continue
         assert threads % 32 == 0
-        if kind == WARP:
-            assert (items, threads, rows) == (1, 128, 4)
-            assert accesses <= 32
-        elif kind in (BLOCK, CLUSTER):
-            assert items == 2
-            assert 32 <= threads <= 512
-            assert items * threads * blocks >= accesses
-            assert (threads - 32) * blocks * items < accesses
-            assert (blocks > 1) == (kind == CLUSTER)
-            assert clusters or kind == BLOCK
-        else:
-            assert (kind, threads, rows, blocks) == (LOOP, 512, 1, 1)
-            assert accesses > (8 * 2 * 512 if clusters else 2 * 512)
+        assert 32 <= threads <= most
+        assert blocks in (1, 2, 4, 8, 16)
+        assert blocks <= largest
+        assert blocks * threads * items >= words
+        assert (threads - 32) * blocks * items < words  # no warp of every block without work
+        assert stages in (3, 4)
+        assert shared == stages * stage
+        assert shared <= shared_block - 3072  # static variables
+        assert 1 <= per_sm <= native.blocks_of(registers, threads)
+        assert per_sm * (shared + 4096) <= shared_sm
 
 
-def test_teams_are_no_more_than_rows_and_none_is_without(native):
-    for rows in (1, 2, 15, 16, 17, 1000, 16384, 2**31):
-        for resident in (1, 132, 396, 10_000):
-            teams = native.teams(rows, resident)
+@pytest.mark.parametrize("vec", [1, 4, 8])
+def test_rows_of_one_team_begin_alike(native, vec):
+    for rows in (1, 2, 7, 8, 9, 131, 132, 133, 16384, 2**31):
+        for resident in (8, 30, 132, 396):
+            teams = native.streams(rows, resident, vec)
             assert 1 <= teams <= min(rows, resident)
-    assert native.teams(16384, 396) == 396
+            assert teams == rows or teams % vec == 0
+
+
+@pytest.mark.parametrize("vec", [1, 8])
+def test_teams_are_no_more_than_rows_and_none_is_without(native, vec):
+    for rows in (1, 2, 7, 9, 15, 16, 17, 129, 1000, 16384, 2**31):
+        for resident in (8, 132, 396, 10_000):
+            teams = native.teams(rows, resident, vec)
+            assert 1 <= teams <= min(rows, resident)
+            assert teams == rows or teams % vec == 0
+    assert native.teams(16384, 396, 1) == 396
 
 
 def test_a_block_fits_as_often_as_its_registers_do(native):
