@@ -39,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-compile", action="store_true", help="leave torch.compile out: its autotuning takes minutes"
     )
+    parser.add_argument(
+        "--jobs",
+        metavar="N",
+        type=int,
+        help="processes that compile ahead of the measuring; default: by the processors",
+    )
     parser.add_argument("--no-peers", action="store_true", help="leave the peers out")
     parser.add_argument("--check", action="store_true", help="hold the run against the committed evidence")
     parser.add_argument(
@@ -59,8 +65,9 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         chosen = lists.chosen_ops(_listed(args.ops))
-        if args.runs is not None and args.runs < 1:
-            raise InputError("--runs", "at least 1", str(args.runs))
+        for argument in ("runs", "jobs"):
+            if (number := getattr(args, argument)) is not None and number < 1:
+                raise InputError(f"--{argument}", "at least 1", str(number))
         for name in ("out", "charts"):
             if (folder := getattr(args, name)) is not None:
                 _check_folder(f"--{name}", folder)
@@ -127,7 +134,7 @@ class Session:
 
     def _measure(self) -> int:
         from prequal.bench import cases as lists
-        from prequal.bench import runner
+        from prequal.bench import precompile, runner
 
         if self._device is None and (why := _no_gpu(self.args)):
             raise InputError("--device", "a GPU that this process can use", why)
@@ -145,6 +152,9 @@ class Session:
             ceilings = device.ceilings()
             note(f"{device.name}: " + ", ".join(f"{name} {value:,}" for name, value in ceilings.items()))
             imported = _import_ms()
+            if options.compile:
+                jobs = self.args.jobs or precompile.jobs_for(cases, os.cpu_count())
+                precompile.compile_ahead([op.name for op in self.ops], self.tier, jobs, note)
         except KeyboardInterrupt:
             note("interrupted before the first case")
             return 130
