@@ -222,16 +222,17 @@ __device__ __forceinline__ void gamma_of(float (&value)[widest<T>], const Gamma<
   }
 }
 
-// Blocks that registers must leave room for on an SM: 4 accesses a thread under way in each are 64 KB and more, above what
-// the memory's latency asks for. Half layout of halves: twice the angles, and a frame on the stack at 64 registers.
-template <class T, int Items>
-inline constexpr int least_blocks = Items == 2 && sizeof(T) == 2 ? 3 : 4;
+// Blocks that registers must leave room for on an SM. Half layout of halves has twice the angles: at 64 registers, and on
+// sm_80 with coordinates at 80, it would need a frame on the stack.
+template <class T, int Items, Turn turn>
+inline constexpr int least_blocks = Items == 2 && sizeof(T) == 2 ? (turn == Turn::coords ? 2 : 3) : 4;
 
 // AtOnce: heads of a token that a thread takes, all loaded before the first is used. What a thread has no head for it
 // computes like the others, out of zeros, and does not store. Offsets within a token fit in 32 bits: instructions, not
 // bytes, are what 64-bit addresses would make the limit.
 template <class T, bool Interleaved, int Items, Turn turn, int AtOnce>
-__global__ void __launch_bounds__(256, (least_blocks<T, Items>)) norm_heads(const Forward<T> a, const HeadPlan plan) {
+__global__ void __launch_bounds__(256, (least_blocks<T, Items, turn>))
+    norm_heads(const Forward<T> a, const HeadPlan plan) {
   constexpr int N = widest<T>, pairs = pairs_of<T, Interleaved, Items>;
   __shared__ float2 turns[turn == Turn::coords ? 256 * pairs : 1];  // of the block's tokens, D/2 each
   const int lane = threadIdx.x & (plan.lanes - 1), slot = threadIdx.x >> plan.lane_bits;
