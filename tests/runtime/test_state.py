@@ -59,3 +59,32 @@ def test_a_key_made_without_a_session_is_the_key_made_with_one(monkeypatch):
     monkeypatch.setattr(state, "kernel_module_version", lambda: "580.95.05")
     monkeypatch.setattr(state, "_key_side", None)
     assert key_of(state.fingerprint_for_keys()) == key_of(collect(Session()))
+
+
+class Door:
+    """The native module, with one launcher that answers nothing where it lets a call through."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.admitted: list[bool] = []
+
+    def linear(self, *args: object) -> object:
+        return None if self.open else NotImplemented
+
+    def admit(self, trial: bool) -> None:
+        self.admitted.append(trial)
+
+
+def test_what_stands_behind_a_door_answers_only_where_the_launcher_lets_the_call_through(monkeypatch):
+    door, asked = Door(), []
+    monkeypatch.setattr(state, "native", door)
+    monkeypatch.setattr(state, "_ids", {"linear": 0})
+    monkeypatch.setattr(state, "through_torch", {"linear": lambda *args: asked.append(args) or "answer"})
+    for call in (state.native_function("linear"), lambda *args: state.admitted("linear", args, trial=True)):
+        door.open, asked[:] = False, []
+        assert call(1, 2) is NotImplemented
+        assert asked == []
+        door.open = True
+        assert call(1, 2) == "answer"
+        assert asked == [(1, 2)]
+    assert door.admitted == [True, True]
