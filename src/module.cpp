@@ -121,6 +121,36 @@ NB_MODULE(_native, m) {
                  {"q", "k", "cos", "sin", "positions", "interleaved", "rotary_dim", "inverse", "exact_rounding"});
   def<ops::rope_>(m, "rope_",
                   {"q", "k", "cos", "sin", "positions", "interleaved", "rotary_dim", "inverse", "exact_rounding"});
+  def<ops::qk_rms_norm_rope_qkv>(
+      m, "qk_rms_norm_rope_qkv",
+      {"qkv", "q_gamma", "k_gamma", "cos", "sin", "coords", "eps", "interleaved", "exact_rounding", "base"});
+  def<ops::qk_rms_norm_rope_qkv_inplace>(
+      m, "qk_rms_norm_rope_qkv_inplace",
+      {"qkv", "q_gamma", "k_gamma", "cos", "sin", "coords", "eps", "interleaved", "exact_rounding", "base"});
+  def<ops::qk_rms_norm_rope_qkv_backward>(
+      m, "qk_rms_norm_rope_qkv_backward",
+      {"grad", "qkv", "q_gamma", "k_gamma", "cos", "sin", "coords", "eps", "interleaved", "base"});
+  def<ops::qk_rms_norm_cross>(m, "qk_rms_norm_cross", {"q", "kv", "q_gamma", "k_gamma", "eps"});
+  def<ops::qk_rms_norm_cross_inplace>(m, "qk_rms_norm_cross_inplace", {"q", "kv", "q_gamma", "k_gamma", "eps"});
+  def<ops::qk_rms_norm_cross_backward>(m, "qk_rms_norm_cross_backward",
+                                       {"grad_q", "grad_kv", "q", "kv", "q_gamma", "k_gamma", "eps"});
+  def<ops::sparse_layer_norm_affine>(m, "sparse_layer_norm_affine",
+                                     {"x", "scale", "shift", "batch", "ptr", "eps", "add_one"});
+  def<ops::sparse_layer_norm_affine_backward>(
+      m, "sparse_layer_norm_affine_backward",
+      {"grad", "x", "scale", "batch", "ptr", "eps", "add_one", "scale_grad", "shift_grad"});
+  def<ops::sparse_batch_mul_add>(m, "sparse_batch_mul_add", {"x", "gate", "residual", "batch", "ptr"});
+  def<ops::sparse_batch_mul_add_>(m, "sparse_batch_mul_add_", {"x", "gate", "residual", "batch", "ptr"});
+  def<ops::sparse_batch_mul_add_backward>(m, "sparse_batch_mul_add_backward",
+                                          {"grad", "x", "gate", "batch", "ptr", "gate_grad"});
+  def<ops::sparse_gate_add_layer_norm_affine>(
+      m, "sparse_gate_add_layer_norm_affine",
+      {"h", "gate", "residual", "scale", "shift", "batch", "ptr", "eps", "add_one"});
+  def<ops::sparse_gate_add_layer_norm_affine_backward>(
+      m, "sparse_gate_add_layer_norm_affine_backward",
+      {"grad", "grad_total", "h", "gate", "total", "scale", "batch", "ptr", "eps", "add_one", "gate_grad", "scale_grad",
+       "shift_grad"});
+  def<ops::linear_gelu>(m, "linear_gelu", {"x", "weight", "bias", "approximate", "exact_rounding"});
   def<ops::knn>(m, "knn", {"queries", "references", "k", "query_ptr", "reference_ptr", "radius", "index"});
   def<ops::radius>(m, "radius", {"queries", "references", "r", "max_neighbors", "query_ptr", "reference_ptr", "index"});
   def<ops::knn_index>(m, "knn_index", {"references", "reference_ptr"});

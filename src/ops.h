@@ -57,6 +57,66 @@ void rope_(const Context&, const Tensor& q, const Tensor& k, const Tensor& cos, 
            const std::optional<Tensor>& positions, bool interleaved, const std::optional<int64_t>& rotary_dim,
            bool inverse, bool exact_rounding);
 
+// src/ops/qk_rms_norm_rope_qkv.cu
+Buffer qk_rms_norm_rope_qkv(const Context&, const Tensor& qkv, const Tensor& q_gamma, const Tensor& k_gamma,
+                            const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
+                            const std::optional<Tensor>& coords, double eps, bool interleaved, bool exact_rounding,
+                            double base);
+void qk_rms_norm_rope_qkv_inplace(const Context&, const Tensor& qkv, const Tensor& q_gamma, const Tensor& k_gamma,
+                                  const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
+                                  const std::optional<Tensor>& coords, double eps, bool interleaved,
+                                  bool exact_rounding, double base);
+std::tuple<Buffer, Buffer, Buffer> qk_rms_norm_rope_qkv_backward(const Context&, const Tensor& grad, const Tensor& qkv,
+                                                                 const Tensor& q_gamma, const Tensor& k_gamma,
+                                                                 const std::optional<Tensor>& cos,
+                                                                 const std::optional<Tensor>& sin,
+                                                                 const std::optional<Tensor>& coords, double eps,
+                                                                 bool interleaved, double base);
+
+// src/ops/qk_rms_norm_cross.cu
+std::tuple<Buffer, Buffer> qk_rms_norm_cross(const Context&, const Tensor& q, const Tensor& kv, const Tensor& q_gamma,
+                                             const Tensor& k_gamma, double eps);
+void qk_rms_norm_cross_inplace(const Context&, const Tensor& q, const Tensor& kv, const Tensor& q_gamma,
+                               const Tensor& k_gamma, double eps);
+std::tuple<Buffer, Buffer, Buffer, Buffer> qk_rms_norm_cross_backward(const Context&, const Tensor& grad_q,
+                                                                      const Tensor& grad_kv, const Tensor& q,
+                                                                      const Tensor& kv, const Tensor& q_gamma,
+                                                                      const Tensor& k_gamma, double eps);
+
+// src/ops/sparse_layer_norm_affine.cu
+Buffer sparse_layer_norm_affine(const Context&, const Tensor& x, const Tensor& scale, const Tensor& shift,
+                                const std::optional<Tensor>& batch, const std::optional<Tensor>& ptr, double eps,
+                                bool add_one);
+std::tuple<Buffer, Buffer, Buffer> sparse_layer_norm_affine_backward(const Context&, const Tensor& grad,
+                                                                     const Tensor& x, const Tensor& scale,
+                                                                     const std::optional<Tensor>& batch,
+                                                                     const std::optional<Tensor>& ptr, double eps,
+                                                                     bool add_one, bool scale_grad, bool shift_grad);
+
+// src/ops/sparse_batch_mul_add.cu
+Buffer sparse_batch_mul_add(const Context&, const Tensor& x, const Tensor& gate, const Tensor& residual,
+                            const std::optional<Tensor>& batch, const std::optional<Tensor>& ptr);
+void sparse_batch_mul_add_(const Context&, const Tensor& x, const Tensor& gate, const Tensor& residual,
+                           const std::optional<Tensor>& batch, const std::optional<Tensor>& ptr);
+std::tuple<Buffer, Buffer> sparse_batch_mul_add_backward(const Context&, const Tensor& grad, const Tensor& x,
+                                                         const Tensor& gate, const std::optional<Tensor>& batch,
+                                                         const std::optional<Tensor>& ptr, bool gate_grad);
+
+// src/ops/sparse_gate_add_layer_norm_affine.cu
+std::tuple<Buffer, Buffer> sparse_gate_add_layer_norm_affine(const Context&, const Tensor& h, const Tensor& gate,
+                                                             const Tensor& residual, const Tensor& scale,
+                                                             const Tensor& shift, const std::optional<Tensor>& batch,
+                                                             const std::optional<Tensor>& ptr, double eps,
+                                                             bool add_one);
+std::tuple<Buffer, Buffer, Buffer, Buffer, Buffer> sparse_gate_add_layer_norm_affine_backward(
+    const Context&, const Tensor& grad, const Tensor& grad_total, const Tensor& h, const Tensor& gate,
+    const Tensor& total, const Tensor& scale, const std::optional<Tensor>& batch, const std::optional<Tensor>& ptr,
+    double eps, bool add_one, bool gate_grad, bool scale_grad, bool shift_grad);
+
+// src/ops/linear_gelu.cu
+void linear_gelu(const Context&, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                 const std::string& approximate, bool exact_rounding);
+
 // src/ops/knn.cu
 std::tuple<Buffer, Buffer> knn(const Context&, const Tensor& queries, const Tensor& references, int64_t k,
                                const std::optional<Tensor>& query_ptr, const std::optional<Tensor>& reference_ptr,

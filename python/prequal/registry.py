@@ -103,8 +103,12 @@ class OpFunction(Protocol):
         """Declare the bytes and FLOPs of a call, from its arguments alone: what benchmarks hold times against."""
         ...
 
-    def kernel(self, *, needs: Sequence[Need] = ()) -> None:
-        """Declare that src/ops has a launcher of this name, and what it needs of a right call."""
+    def kernel(self, *, needs: Sequence[Need] = (), through: Callable[..., Any] | None = None) -> None:
+        """Declare that src/ops has a launcher of this name, and what it needs of a right call.
+
+        through: where the fast path is a call of torch's and not a kernel of ours. The launcher is then the door alone
+        (route, checks, gate, counter) and answers nothing; `through` answers, from all arguments by position.
+        """
         ...
 
 
@@ -214,10 +218,12 @@ class Op:
         self._cost = function
         return function
 
-    def kernel(self, *, needs: Sequence[Need] = ()) -> None:
+    def kernel(self, *, needs: Sequence[Need] = (), through: Callable[..., Any] | None = None) -> None:
         self.has_kernel = True
         self.needs = tuple(needs)
         state.native_ops[self.name] = self
+        if through is not None:
+            state.through_torch[self.name] = through
         self._globals["native"] = state.native_function(self.name)
 
     def wrong_calls(self, device: torch.device) -> list[BadCall]:
@@ -329,7 +335,7 @@ class Op:
     def _no_gradient(self) -> str:
         return (
             f"{self.name}: writes into {' and '.join(self.mutates)} and has no gradient; "
-            f"call {self.name.rstrip('_')}, or this under torch.no_grad()"
+            f"call {self.name.removesuffix('_inplace').rstrip('_')}, or this under torch.no_grad()"
         )
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Any = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .runtime.fingerprint import Fingerprint
 
 native_ops: dict[str, Op] = {}
+through_torch: dict[str, Callable[..., Any]] = {}  # what answers behind a launcher that is a door alone
 
 
 def absent(*args: object) -> Any:
@@ -53,7 +54,15 @@ def native_function(name: str) -> Any:
         raise ImportError(
             f"prequal._native has no launcher {name!r}: the module and the Python files are of two builds"
         )
-    return getattr(native, name)
+    launcher = getattr(native, name)
+    if name not in through_torch:
+        return launcher
+    body = through_torch[name]
+
+    def through(*args: Any) -> Any:
+        return NotImplemented if launcher(*args) is NotImplemented else body(*args)
+
+    return through
 
 
 def why() -> str:
@@ -66,7 +75,7 @@ def admitted(name: str, args: Sequence[Any], *, trial: bool = False) -> Any:
     if native is None:
         return NotImplemented
     native.admit(trial)
-    return getattr(native, name)(*args)
+    return native_function(name)(*args)
 
 
 _loaded: set[tuple[int, str]] = set()  # basenames whose kernels are loaded on a device

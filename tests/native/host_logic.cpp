@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "prequal/head_plan.h"
 #include "prequal/knn_grid.h"
 #include "prequal/knn_tree.h"
 #include "prequal/occupancy.h"
@@ -267,6 +268,12 @@ int blocks_of(int registers, int threads) { return blocks_by_registers(registers
 void plan_rope(int heads, int rotary, int vec, int interleaved, int* out /*[3]*/) {
   const RopePlan found = rope_plan(heads, rotary, vec, interleaved != 0);
   out[0] = found.places, out[1] = found.heads, out[2] = found.threads;
+}
+
+void plan_heads(int dim, int vec, int items, int heads, int at_once, int* out /*[5]*/) {
+  const HeadPlan found = head_plan(dim, vec, items, heads, at_once);
+  out[0] = found.lanes, out[1] = found.groups, out[2] = found.all_groups, out[3] = found.tokens;
+  out[4] = found.threads;
 }
 
 int move_row(const uint8_t* from, uint8_t* to, uint8_t* writes, int width, int itemsize) {

@@ -41,6 +41,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         ("teams", ctypes.c_int64, [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]),
         ("blocks_of", ctypes.c_int, [ctypes.c_int] * 2),
         ("plan_rope", None, [*[ctypes.c_int] * 4, ctypes.c_void_p]),
+        ("plan_heads", None, [*[ctypes.c_int] * 5, ctypes.c_void_p]),
         ("move_row", ctypes.c_int, [*[ctypes.c_void_p] * 3, *[ctypes.c_int] * 2]),
         ("apart_alone", ctypes.c_int, [ctypes.c_int, *[ctypes.c_void_p] * 2]),
         ("apart", ctypes.c_int, [ctypes.c_int64, ctypes.c_int, *[ctypes.c_void_p] * 2] * 2),
@@ -192,6 +193,22 @@ def test_every_head_has_a_place_in_a_block(native, interleaved, vec):
                 assert places * vec * (1 if interleaved else 2) == rotary
                 assert 1 <= at_once <= heads
                 assert places * at_once <= threads
+
+
+def test_lanes_cover_a_head_and_groups_cover_a_token_in_whole_warps(native):
+    for vec, items, at_once in ((8, 1, 4), (8, 2, 2), (4, 1, 4), (4, 2, 2), (8, 1, 1)):
+        for dim in range(vec * items, min(256, 32 * vec * items) + 1, vec * items):
+            for heads in (1, 2, 5, 10, 32, 48, 96, 390, 196_608):
+                out = np.zeros(5, dtype=np.int32)
+                native.plan_heads(dim, vec, items, heads, at_once, pointer(out))
+                lanes, groups, all_groups, tokens, threads = out.tolist()
+                assert lanes in (1, 2, 4, 8, 16, 32), "a group of lanes lies in one warp"
+                assert lanes * vec * items >= dim > (lanes // 2) * vec * items
+                assert all_groups * at_once >= heads > (all_groups - 1) * at_once
+                assert 1 <= groups <= all_groups
+                assert tokens == 1 or groups == all_groups
+                assert lanes * groups * tokens <= threads <= 256, "shared memory has room for 256 threads' pairs"
+                assert threads % 32 == 0
 
 
 # ---- ragged rows ---------------------------------------------------------------------------------------------------

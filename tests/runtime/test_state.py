@@ -100,3 +100,32 @@ def test_an_op_opens_with_its_own_kernels_loaded_once_a_device(monkeypatch):
     assert host.loading_problem("knn", 1) == "the kernels could not be loaded: preload on cuda:1: no kernel image"
     native.problem = None
     assert host.loading_problem("knn", 1) is None
+
+
+class Door:
+    """The native module, with one launcher that answers nothing where it lets a call through."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.admitted: list[bool] = []
+
+    def linear(self, *args: object) -> object:
+        return None if self.open else NotImplemented
+
+    def admit(self, trial: bool) -> None:
+        self.admitted.append(trial)
+
+
+def test_what_stands_behind_a_door_answers_only_where_the_launcher_lets_the_call_through(monkeypatch):
+    door, asked = Door(), []
+    monkeypatch.setattr(state, "native", door)
+    monkeypatch.setattr(state, "_ids", {"linear": 0})
+    monkeypatch.setattr(state, "through_torch", {"linear": lambda *args: asked.append(args) or "answer"})
+    for call in (state.native_function("linear"), lambda *args: state.admitted("linear", args, trial=True)):
+        door.open, asked[:] = False, []
+        assert call(1, 2) is NotImplemented
+        assert asked == []
+        door.open = True
+        assert call(1, 2) == "answer"
+        assert asked == [(1, 2)]
+    assert door.admitted == [True, True]

@@ -14,10 +14,26 @@ from .knn import knn_interpolate as knn_interpolate
 from .knn import radius as radius
 from .layer_norm import layer_norm as layer_norm
 from .layer_norm import layer_norm_backward as layer_norm_backward
+from .linear_gelu import linear_gelu as linear_gelu
+from .qk_rms_norm_cross import qk_rms_norm_cross as qk_rms_norm_cross
+from .qk_rms_norm_cross import qk_rms_norm_cross_backward as qk_rms_norm_cross_backward
+from .qk_rms_norm_cross import qk_rms_norm_cross_inplace as qk_rms_norm_cross_inplace
+from .qk_rms_norm_rope_qkv import qk_rms_norm_rope_qkv as qk_rms_norm_rope_qkv
+from .qk_rms_norm_rope_qkv import qk_rms_norm_rope_qkv_backward as qk_rms_norm_rope_qkv_backward
+from .qk_rms_norm_rope_qkv import qk_rms_norm_rope_qkv_inplace as qk_rms_norm_rope_qkv_inplace
 from .rms_norm import rms_norm as rms_norm
 from .rms_norm import rms_norm_backward as rms_norm_backward
 from .rope import rope as rope
 from .rope import rope_ as rope_
+from .sparse_batch_mul_add import sparse_batch_mul_add as sparse_batch_mul_add
+from .sparse_batch_mul_add import sparse_batch_mul_add_ as sparse_batch_mul_add_
+from .sparse_batch_mul_add import sparse_batch_mul_add_backward as sparse_batch_mul_add_backward
+from .sparse_gate_add_layer_norm_affine import sparse_gate_add_layer_norm_affine as sparse_gate_add_layer_norm_affine
+from .sparse_gate_add_layer_norm_affine import (
+    sparse_gate_add_layer_norm_affine_backward as sparse_gate_add_layer_norm_affine_backward,
+)
+from .sparse_layer_norm_affine import sparse_layer_norm_affine as sparse_layer_norm_affine
+from .sparse_layer_norm_affine import sparse_layer_norm_affine_backward as sparse_layer_norm_affine_backward
 from .swiglu import swiglu as swiglu
 from .swiglu import swiglu_ as swiglu_
 from .swiglu import swiglu_backward as swiglu_backward
