@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pathlib
 import threading
 
 import pytest
@@ -13,7 +14,10 @@ from torch.nn import functional as F
 
 import prequal
 from prequal.null_context.condition import NEEDS
+from prequal.null_context.layer import numerics_of
+from prequal.runtime.telemetry import Counted
 
+matmul = torch.backends.cuda.matmul
 LENGTH, CONTEXT, WIDTH = 11, 24, 32
 ROW, PROJECTION = "null_context", "null_context_projection"
 # A wish to see a product round otherwise: rows of the product -> whether this one does.
@@ -335,6 +339,13 @@ def test_a_condition_without_a_valid_token_is_refused():
     assert counted() == (set(), {"unsupported_input:valid_tokens"})
 
 
+def test_a_run_under_autocast_vouches_for_nothing():
+    context = context_of(attention())
+    with torch.autocast("cpu", torch.bfloat16):
+        report = context.qualify(condition(), shapes=[(1, 20)])
+    assert (report.path, report.reason) == ("reference", "unsupported_input:autocast")
+
+
 def test_inference_tensors_are_not_vouched_for():
     with torch.inference_mode():
         module = attention()
@@ -518,7 +529,34 @@ def test_a_move_to_another_device_ends_the_qualification(cuda):
     assert counted() == (set(), {"not_qualified", "unsupported_input:condition"})
 
 
-def test_check_compares_the_whole_fingerprint(monkeypatch):
+@pytest.mark.parametrize(
+    ("read", "write"),
+    [
+        (lambda: matmul.allow_bf16_reduced_precision_reduction, lambda on: _set(matmul, "bf16", on)),
+        (lambda: matmul.allow_fp16_reduced_precision_reduction, lambda on: _set(matmul, "fp16", on)),
+        (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+        (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+        (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    ],
+    ids=["bf16 reduction", "fp16 reduction", "flash", "mem_efficient", "math"],
+)
+def test_what_a_gpu_may_multiply_and_attend_with_is_looked_at(read, write):
+    """Flags of torch alone: they can be read and set where there is no GPU."""
+    where, before = torch.device("cuda", 0), read()
+    then = numerics_of(where)
+    write(not before)
+    try:
+        assert numerics_of(where) != then
+    finally:
+        write(before)
+    assert numerics_of(where) == then
+
+
+def _set(matmul, half, on):
+    setattr(matmul, f"allow_{half}_reduced_precision_reduction", on)
+
+
+def test_check_compares_the_whole_fingerprint():
     context = qualified()
     assert context.check() == {}
     before = torch.are_deterministic_algorithms_enabled()
@@ -574,6 +612,21 @@ def test_in_strict_mode_a_refusal_raises():
         answered(context)
         with pytest.raises(prequal.FallbackError, match=r"null_context on cpu: .*unsupported_input:rows"):
             answered(context, tokens=100)
+
+
+def test_exporters_see_its_calls():
+    context = qualified()
+    fast = Counted(ROW, "cpu", "fast", "")
+    before = prequal.runtime_state.telemetry.totals().get(fast, 0)
+    answered(context)
+    assert prequal.stats()[ROW] == {"cpu": {"fast": 1, "reference": {}}}
+    prequal.reset_stats()
+    assert prequal.runtime_state.telemetry.totals()[fast] == before + 1  # resets do not take it back
+
+
+def test_an_unknown_path_is_no_flag():
+    with pytest.raises(prequal.UnknownOpError, match="did you mean null_context"):
+        prequal.disable("null_contex")
 
 
 def test_leave_one_out_finds_the_null_context():
@@ -689,3 +742,8 @@ def test_a_concatenation_of_condition_and_null_is_symbolic():
 def test_wrong_arguments_name_argument_expected_and_got(make, error, match):
     with pytest.raises(error, match=match):
         make()
+
+
+def test_the_page_explains_every_need():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "null_context.md").read_text()
+    assert [need for need in NEEDS if f":{need}`" not in page] == []

@@ -281,6 +281,8 @@ class Case:
             self.refuse("joint", NEEDS["joint"])
         elif not layer.no_dropout(layer.module):
             self.refuse("dropout", NEEDS["dropout"])
+        elif torch.is_autocast_enabled(feats_of(null).device.type):
+            self.refuse("autocast", NEEDS["autocast"])
         elif not feats_of(null).shape[:-1].numel() or (valid is not None and not bool(valid.any(-1).all())):
             self.refuse("valid_tokens", NEEDS["valid_tokens"])
         else:
