@@ -278,3 +278,22 @@ def test_a_second_patch_is_refused():
     prequal.patch_null_context(model)
     with pytest.raises(ValueError, match=r"cross_attn\.0 is patched already"):
         prequal.patch_null_context(model)
+
+
+@torch.no_grad()
+def test_under_compile_patched_modules_are_traced_as_the_reference():
+    module = randomized(MultiHeadAttention(32, 4, CONTEXT)).bfloat16()
+    x, cond = noise(1, 9, 32, dtype=torch.bfloat16), noise(1, LENGTH, CONTEXT, dtype=torch.bfloat16)
+    null = prequal.NullCondition.like(cond)
+    want = [module(x, cond), module(x, torch.zeros_like(cond))]
+    context = prequal.patch_null_context(module)
+    assert context.qualify(null, shapes=[(1, 9)]).path == "row"
+    prequal.reset_stats()
+    torch._dynamo.reset()
+    try:
+        compiled = torch.compile(module, backend="eager")
+        got = [compiled(x, cond), compiled(x, null)]
+    finally:
+        torch._dynamo.reset()
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+    assert prequal.stats() == {}

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from prequal.null_context import CANDIDATES, CrossAttention, NullContext, symbolic
+from prequal.null_context.condition import materialized
 
 Kind = Callable[[nn.Module], CrossAttention | str | None]
 
@@ -96,8 +97,11 @@ def _patched_class(cls: Any) -> type:
         original = cls.forward
 
         def forward(self: Any, x: Any, context: Any = None, *more: Any, **named: Any) -> Any:
+            if torch.compiler.is_compiling():  # traced as the reference
+                found = symbolic(context)
+                return original(self, x, context if found is None else materialized(context), *more, **named)
             plan = _plans.get(self)
-            if plan is None or torch.compiler.is_compiling():
+            if plan is None:
                 return original(self, x, context, *more, **named)
             if named:  # arguments by name: by position, as the module's own signature has them
                 bound = inspect.signature(original).bind(self, x, context, *more, **named)
