@@ -20,13 +20,20 @@ __version__ = _manifest.load().version or "0+unknown"
 
 # What a worker does not need at import costs it nothing there: these come when asked for.
 _LATER = {
+    "CrossAttention": "null_context",
+    "GuidedCondition": "null_context",
     "KnnIndex": "point_index",
     "LockStatus": "runtime.lock",
+    "NullCondition": "null_context",
+    "NullContext": "null_context",
+    "NullContextReport": "null_context",
     "Report": "runtime.qualify",
     "TensorSpec": "runtime.qualify",
     "metrics": "runtime.metrics",
     "patch": "integrations.patching",
+    "patch_null_context": "integrations.cross_attention",
     "unpatch": "integrations.patching",
+    "unpatch_null_context": "integrations.cross_attention",
     "verify_replacement": "bench.replacement",
 }
 _cause = None
@@ -35,6 +42,13 @@ if TYPE_CHECKING:
     from .bench.replacement import verify_replacement as verify_replacement
     from .integrations import patch as patch
     from .integrations import unpatch as unpatch
+    from .integrations.cross_attention import patch_null_context as patch_null_context
+    from .integrations.cross_attention import unpatch_null_context as unpatch_null_context
+    from .null_context import CrossAttention as CrossAttention
+    from .null_context import GuidedCondition as GuidedCondition
+    from .null_context import NullCondition as NullCondition
+    from .null_context import NullContext as NullContext
+    from .null_context import NullContextReport as NullContextReport
     from .point_index import KnnIndex as KnnIndex
     from .runtime import metrics as metrics
     from .runtime.lock import LockStatus as LockStatus

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 native_ops: dict[str, Op] = {}
 through_torch: dict[str, Callable[..., Any]] = {}  # what answers behind a launcher that is a door alone
 
+# Fast paths that are no op and have no kernel: known to the flags and the counters by these names.
+PYTHON_PATHS = ("null_context", "null_context_projection")
+
 
 def absent(*args: object) -> Any:
     """Stands where a native function would."""
@@ -200,7 +203,7 @@ def fingerprint_for_keys() -> Fingerprint:
 
 telemetry = Telemetry(fast_calls)
 flags = Flags(
-    known=lambda: native_ops.keys(),
+    known=lambda: {*native_ops, *PYTHON_PATHS},
     changed=_forget_verdicts,
     scoped=lambda change: native.scoped_flags(change) if native is not None else None,
 )

@@ -35,6 +35,10 @@ class Telemetry:
         self._said: set[tuple[str, str, str]] = set()
         unlocked_in_a_child(self)
 
+    def served(self, op: str, device: str) -> None:
+        """A fast call that no native counter sees: the path is Python's."""
+        self._count("fast", op, device, "")
+
     def fell_back(self, op: str, device: str, reason: str, detail: str = "") -> None:
         """A call that the fast path does not serve goes to the reference."""
         self._count("reference", op, device, reason)
