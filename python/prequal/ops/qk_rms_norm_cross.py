@@ -26,11 +26,13 @@ def call_samples(device, gradient):
     yield Sample("quick", call(5, 3, 2, 64, dtype=torch.bfloat16))
     for dtype in FLOATS:
         name = c.short(dtype)
-        for dim in (2, 6, 8, 16, 30, 64, 80, 100, 128, 136, 254, 256):
+        # every width of one dtype, and what another one's code has of its own
+        all_of_it = dtype == torch.bfloat16
+        for dim in (2, 6, 8, 16, 30, 64, 80, 100, 128, 136, 254, 256) if all_of_it else (6, 64, 256):
             yield Sample(f"{name} {dim} wide", call(5, 7, 3, dim, dtype=dtype))
-        for count in (1, 5, 16, 31, 130):
+        for count in (1, 5, 16, 31, 130) if all_of_it else (5,):
             yield Sample(f"{name} {count} heads", call(9, 4, count, 64, dtype=dtype))
-        for tokens, context in ((1, 33), (33, 1), (1031, 64), (64, 1031)):
+        for tokens, context in ((1, 33), (33, 1), (1031, 64), (64, 1031)) if all_of_it else ((33, 1),):
             yield Sample(f"{name} {tokens} tokens, {context} of context", call(tokens, context, 4, 32, dtype=dtype))
         yield Sample(f"{name} fp32 gamma", call(9, 4, 4, 64, dtype=dtype, gamma=torch.float32))
         yield Sample(f"{name} fp32 gamma, odd", call(9, 4, 4, 54, dtype=dtype, gamma=torch.float32))

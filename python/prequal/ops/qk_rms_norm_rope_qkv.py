@@ -44,13 +44,15 @@ def call_samples(device, grads):
         for layout in ("interleaved", "half"):
             named = {"interleaved": layout == "interleaved"}
             of = f"{name} {layout}"
-            for dim in (2, 4, 6, 8, 16, 32, 48, 80, 96, 100, 128, 136, 192, 254, 256):
+            # every width of one dtype, and what another one's code has of its own
+            all_of_it = dtype == torch.bfloat16
+            for dim in (2, 4, 6, 8, 16, 32, 48, 80, 96, 100, 128, 136, 192, 254, 256) if all_of_it else (2, 6, 64, 254):
                 yield Sample(f"{of}, {dim} wide", by_coords(5, 3, dim, dtype=dtype), named)
-            for dim in (2, 18, 64, 80, 128, 256):
+            for dim in (2, 18, 64, 80, 128, 256) if all_of_it else (18, 128):
                 yield Sample(f"{of}, {dim} wide, tables", by_table(5, 3, dim, dtype=dtype), named)
-            for count in (1, 2, 5, 16, 130):
+            for count in (1, 2, 5, 16, 130) if all_of_it else (5,):
                 yield Sample(f"{of}, {count} heads", by_coords(7, count, 64, dtype=dtype), named)
-            for tokens in (1, 2, 33, 1031):
+            for tokens in (1, 2, 33, 1031) if all_of_it else (33,):
                 yield Sample(f"{of}, {tokens} tokens", by_table(tokens, 6, 64, dtype=dtype), named)
             yield Sample(f"{of}, fp32 gamma", by_coords(9, 4, 64, dtype=dtype, gamma=torch.float32), named)
             yield Sample(f"{of}, fp32 gamma, odd", by_coords(9, 4, 54, dtype=dtype, gamma=torch.float32), named)
@@ -61,6 +63,8 @@ def call_samples(device, grads):
                 yield Sample(f"{of}, exact rounding", by_coords(9, 4, 64, dtype=dtype), exact)
                 yield Sample(f"{of}, exact rounding, tables", by_table(9, 4, 64, dtype=dtype), exact)
                 yield Sample(f"{of}, exact rounding, odd", by_table(9, 4, 30, dtype=dtype), exact)
+            if layout == "half" and not all_of_it:
+                continue
             args = by_coords(9, 4, 64, dtype=dtype)
             yield Sample(f"{of}, another base", args, {**named, "base": 100.0})
             yield Sample(f"{of}, large eps", args, {**named, "eps": 9.0})
