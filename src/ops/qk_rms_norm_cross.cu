@@ -92,9 +92,12 @@ void qk_rms_norm_cross_inplace(const Context& context, const Tensor& q /*[N, H, 
   check(q, kv, q_gamma, k_gamma);
   dispatch(q.dtype, Floats{}, [&]<class T>() {
     must_serve<T>({&q, &kv}, {&q_gamma, &k_gamma});
-    bool apart = is_apart(q) && is_apart(kv) && are_apart(q, kv);
-    for (const Tensor* x : {&q, &kv}) apart = apart && are_apart(*x, q_gamma) && are_apart(*x, k_gamma);
-    if (!apart) throw Refused{"aliasing"};
+    must_be_apart(q, "q");
+    must_be_apart(kv, "kv");
+    must_be_apart(kv, "kv", q, "q");
+    for (const Tensor* x : {&q, &kv}) {
+      if (!(are_apart(*x, q_gamma) && are_apart(*x, k_gamma))) throw Refused{"aliasing"};
+    }
     norm_one<T>(context, q, q, q_gamma, 1, eps);
     norm_one<T>(context, kv, kv, k_gamma, 1, eps);
   });

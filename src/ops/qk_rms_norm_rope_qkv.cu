@@ -120,7 +120,8 @@ void qk_rms_norm_rope_qkv_inplace(const Context& context, const Tensor& qkv /*[N
                                   const std::optional<Tensor>& coords /*[N, 4]*/, double eps, bool interleaved,
                                   bool exact_rounding, double base) {
   norm_and_turn(context, qkv, q_gamma, k_gamma, cos, sin, coords, eps, interleaved, exact_rounding, base, 2, [&] {
-    bool apart = is_apart(qkv) && are_apart(qkv, q_gamma) && are_apart(qkv, k_gamma);
+    must_be_apart(qkv, "qkv");
+    bool apart = are_apart(qkv, q_gamma) && are_apart(qkv, k_gamma);
     for (const auto* other : {&cos, &sin, &coords}) apart = apart && (!*other || are_apart(qkv, **other));
     if (!apart) throw Refused{"aliasing"};
     return qkv;

@@ -55,7 +55,9 @@ void sparse_batch_mul_add_(const Context& context, const Tensor& x /*[N, C]*/, c
                            const Tensor& residual /*[N, C], written*/, const std::optional<Tensor>& batch /*[N]*/,
                            const std::optional<Tensor>& ptr /*[B + 1]*/) {
   mul_add(context, x, gate, residual, batch, ptr, [&] {
-    bool apart = is_apart(residual) && are_apart(residual, x) && are_apart(residual, gate);
+    must_be_apart(residual, "residual");
+    must_be_apart(x, "x", residual, "residual");
+    bool apart = are_apart(residual, gate);
     if (batch) apart = apart && are_apart(residual, *batch);
     if (ptr) apart = apart && are_apart(residual, *ptr);
     if (!apart) throw Refused{"aliasing"};

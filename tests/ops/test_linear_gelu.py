@@ -98,7 +98,8 @@ def test_the_epilogue_leaves_no_gelu_of_its_own(cuda, dtype):
     found = {}
     for exact in (False, True):
         prequal.linear_gelu(x, weight, bias, exact_rounding=exact)
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        # without acc_events torch warns that events of other cycles are dropped; there is one cycle
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
             prequal.linear_gelu(x, weight, bias, exact_rounding=exact)
             torch.cuda.synchronize()
         found[exact] = [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]

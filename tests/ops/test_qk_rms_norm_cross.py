@@ -41,10 +41,37 @@ def test_in_place_has_the_bits_of_fresh_and_leaves_v(device, dtype, dim):
     q, kv, q_gamma, k_gamma = inputs(device, dtype, 9, 13, 4, dim)
     values = kv[:, 1].clone()
     want = prequal.qk_rms_norm_cross(q, kv, q_gamma, k_gamma)
-    prequal.qk_rms_norm_cross_inplace(q, kv, q_gamma, k_gamma)
+    assert prequal.qk_rms_norm_cross_inplace(q, kv, q_gamma, k_gamma) is None
     assert torch.equal(q, want[0])
     assert torch.equal(kv, want[1])
     assert torch.equal(kv[:, 1], values)
+    if device.type == "cuda":
+        assert prequal.stats()["qk_rms_norm_cross_inplace"][str(device)] == {"fast": 1, "reference": {}}
+
+
+@pytest.mark.parametrize("inside", ["q", "kv"])
+@pytest.mark.parametrize("which", ["q_gamma", "k_gamma"])
+def test_a_gamma_in_what_is_written_is_read_as_it_was(device, inside, which):
+    q, kv, q_gamma, k_gamma = inputs(device, torch.float32, 9, 13, 4, 64)
+    gammas = {"q_gamma": q_gamma, "k_gamma": k_gamma, which: q[3] if inside == "q" else kv[3, 0]}
+    want = prequal.qk_rms_norm_cross(q, kv, **{name: gamma.clone() for name, gamma in gammas.items()})
+    prequal.qk_rms_norm_cross_inplace(q, kv, **gammas)
+    op = prequal.qk_rms_norm_cross.op
+    assert op.contract.compare((q, kv), want) is None
+    if device.type == "cuda":
+        seen = prequal.stats()["qk_rms_norm_cross_inplace"][str(device)]
+        assert seen == {"fast": 0, "reference": {"unsupported_input:aliasing": 1}}
+
+
+def test_the_parts_of_one_qkv_are_apart(device):
+    """Strided past each other: their ranges of addresses meet, their elements do not."""
+    qkv = inputs(device, torch.float32, 9, 14, 4, 64)[1].view(-1)[: 9 * 3 * 4 * 64].view(9, 3, 4, 64)
+    gamma = torch.ones(4, 64, device=device)
+    q, kv = qkv[:, 0], qkv[:, 1:]
+    want = prequal.qk_rms_norm_cross(q, kv, gamma, gamma)
+    prequal.qk_rms_norm_cross_inplace(q, kv, gamma, gamma)
+    assert torch.equal(q, want[0])
+    assert torch.equal(kv, want[1])
     if device.type == "cuda":
         assert prequal.stats()["qk_rms_norm_cross_inplace"][str(device)] == {"fast": 1, "reference": {}}
 

@@ -113,12 +113,33 @@ def test_in_place_has_the_bits_of_fresh_and_leaves_v_and_what_is_beside(device, 
     before, qkv = wide.clone(), wide[:, :, 1:5]
     named = {"coords": coords, "interleaved": interleaved}
     want = prequal.qk_rms_norm_rope_qkv(qkv, q_gamma, k_gamma, **named)
-    prequal.qk_rms_norm_rope_qkv_inplace(qkv, q_gamma, k_gamma, **named)
+    assert prequal.qk_rms_norm_rope_qkv_inplace(qkv, q_gamma, k_gamma, **named) is qkv
     assert torch.equal(qkv, want)
     assert torch.equal(wide[:, 2], before[:, 2])
     assert torch.equal(wide[:, :, [0, 5]], before[:, :, [0, 5]])
     if device.type == "cuda":
         assert prequal.stats()["qk_rms_norm_rope_qkv_inplace"][str(device)] == {"fast": 1, "reference": {}}
+
+
+@pytest.mark.parametrize("inside", ["q_gamma", "k_gamma", "cos", "sin", "coords"])
+def test_what_lies_in_qkv_is_read_as_it_was(device, inside):
+    qkv, q_gamma, k_gamma, coords = inputs(device, torch.float32, 4, 4, 64)
+    given = {"q_gamma": q_gamma, "k_gamma": k_gamma}
+    if inside == "coords":
+        given["coords"] = qkv[1, 0, 0].view(torch.int32)[:16].view(4, 4).copy_(coords)
+    else:
+        turn = phases(coords.cpu().numpy(), 64)
+        given["cos"], given["sin"] = (
+            torch.tensor(t, device=device, dtype=torch.float32) for t in (turn.real, turn.imag)
+        )
+        given[inside] = qkv[1, 0].view(-1)[: given[inside].numel()].view(given[inside].shape).copy_(given[inside])
+    want = prequal.qk_rms_norm_rope_qkv(qkv, **{name: x.clone() for name, x in given.items()})
+    prequal.qk_rms_norm_rope_qkv_inplace(qkv, **given)
+    op = prequal.qk_rms_norm_rope_qkv.op
+    assert op.contract.compare(qkv, want) is None
+    if device.type == "cuda":
+        seen = prequal.stats()["qk_rms_norm_rope_qkv_inplace"][str(device)]
+        assert seen == {"fast": 0, "reference": {"unsupported_input:aliasing": 1}}
 
 
 def test_a_head_of_zeros_stays_zero_and_eps_bounds_the_length(device):

@@ -43,7 +43,7 @@ def test_fp64_agrees_with_numpy(device):
 def test_in_place_has_the_bits_of_fresh(device, dtype, width):
     x, gate, residual, batch = inputs(device, dtype, 37, width)
     want = prequal.sparse_batch_mul_add(x, gate, residual, batch)
-    prequal.sparse_batch_mul_add_(x, gate, residual, batch)
+    assert prequal.sparse_batch_mul_add_(x, gate, residual, batch) is residual
     assert torch.equal(residual, want)
     if device.type == "cuda":
         assert prequal.stats()["sparse_batch_mul_add_"][str(device)] == {"fast": 1, "reference": {}}
@@ -59,14 +59,34 @@ def test_in_place_on_a_slice_leaves_what_is_beside_it(device):
     assert torch.equal(wide[:, 66:], before[:, 66:])
 
 
-def test_shared_memory_is_answered_by_the_reference(device):
-    x, gate, _, batch = inputs(device, torch.float32, 9, 64)
-    want = prequal.sparse_batch_mul_add(x, gate, x.clone(), batch)
-    prequal.sparse_batch_mul_add_(x, gate, x, batch)
-    assert torch.equal(x, want)
+@pytest.mark.parametrize("inside", ["gate", "batch", "ptr"])
+def test_what_lies_in_the_residual_is_read_as_it_was(device, inside):
+    x, gate, residual, batch = inputs(device, torch.float32, 9, 64)
+    where = {"batch": batch}
+    if inside == "gate":
+        gate = residual[4:7]
+    elif inside == "batch":
+        where = {"batch": residual[2].view(torch.int64)[:9].copy_(batch)}
+    else:
+        where = {"ptr": residual[2].view(torch.int32)[:4].copy_(torch.tensor([0, 3, 3, 9]))}
+    want = prequal.sparse_batch_mul_add(
+        x, gate.clone(), residual.clone(), **{name: given.clone() for name, given in where.items()}
+    )
+    prequal.sparse_batch_mul_add_(x, gate, residual, **where)
+    assert torch.equal(residual, want)
     if device.type == "cuda":
         seen = prequal.stats()["sparse_batch_mul_add_"][str(device)]
         assert seen == {"fast": 0, "reference": {"unsupported_input:aliasing": 1}}
+
+
+def test_columns_side_by_side_in_one_tensor_are_apart(device):
+    _, gate, both, batch = inputs(device, torch.float32, 9, 128)
+    x, residual = both.chunk(2, dim=1)
+    want = prequal.sparse_batch_mul_add(x, gate[:, :64], residual, batch)
+    prequal.sparse_batch_mul_add_(x, gate[:, :64], residual, batch)
+    assert torch.equal(residual, want)
+    if device.type == "cuda":
+        assert prequal.stats()["sparse_batch_mul_add_"][str(device)] == {"fast": 1, "reference": {}}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -158,9 +158,10 @@ def qk_rms_norm_cross_inplace(q: Tensor, kv: Tensor, q_gamma: Tensor, k_gamma: T
 
     Raises:
         TypeError, ValueError: as qk_rms_norm_cross.
+        ValueError: q and kv share memory, or elements of one of them do. Nothing is written then.
         RuntimeError: a gradient would have to be recorded: use qk_rms_norm_cross for that.
 
-    Contract: Tolerance; all as qk_rms_norm_cross. Where arguments share memory the reference answers.
+    Contract: Tolerance; all as qk_rms_norm_cross. Where a gamma lies in q or kv the reference answers, by what it was.
 
     Source: that of qk_rms_norm_cross.
     """
@@ -169,9 +170,32 @@ def qk_rms_norm_cross_inplace(q: Tensor, kv: Tensor, q_gamma: Tensor, k_gamma: T
     kv[:, 0].copy_(new_kv[:, 0])
 
 
-qk_rms_norm_cross_inplace.check(check)
+@qk_rms_norm_cross_inplace.check
+def _(q, kv, q_gamma, k_gamma, eps):
+    check(q, kv, q_gamma, k_gamma, eps)
+    c.is_apart("q", q)
+    c.is_apart("kv", kv)
+    c.are_apart("kv", kv, "q", q)
+
+
+@qk_rms_norm_cross_inplace.bad_calls
+def _(device):
+    yield from wrong(device)
+    qkv, gamma = torch.ones(5, 3, 2, 8, device=device), torch.ones(2, 8, device=device)
+    q, kv = qkv[:, 0], qkv[:, 1:]
+    shared = r"kv: expected memory apart from that of q, which is written, got shared memory"
+    yield BadCall((kv[:, 0], kv, gamma, gamma), ValueError, shared)
+    yield BadCall((kv[:, 1], kv, gamma, gamma), ValueError, shared)
+    yield BadCall((kv[1:, 0], kv[:2], gamma, gamma), ValueError, shared)
+    for one in (kv[:1].expand(3, 2, 2, 8), kv[:, :1].expand(5, 2, 2, 8)):
+        yield BadCall(
+            (q, one, gamma, gamma), ValueError, r"kv: expected a place of its own for every element, .* shared"
+        )
+    one = q[:, :1].expand(5, 2, 8)
+    yield BadCall((one, kv, gamma, gamma), ValueError, r"q: expected a place of its own for every element, .* shared")
+
+
 qk_rms_norm_cross_inplace.kernel(needs=(*NEEDS, c.apart("q", "kv", read=("q_gamma", "k_gamma"))))
-qk_rms_norm_cross_inplace.bad_calls(wrong)
 
 
 @op(samples=lambda device: call_samples(device, True), contract=GRADIENT_TOLERANCE)

@@ -285,7 +285,7 @@ def qk_rms_norm_rope_qkv_inplace(
     interleaved: bool = True,
     exact_rounding: bool = False,
     base: float = 10000.0,
-) -> None:
+) -> Tensor:
     """`qk_rms_norm_rope_qkv` in place: q and k are normalised and turned where they lie, v is not touched.
 
     Args:
@@ -301,14 +301,15 @@ def qk_rms_norm_rope_qkv_inplace(
         base: of the frequencies, as of qk_rms_norm_rope_qkv.
 
     Returns:
-        None: the results are in qkv. No memory is allocated.
+        qkv. No memory is allocated.
 
     Raises:
         TypeError, ValueError: as qk_rms_norm_rope_qkv.
+        ValueError: elements of qkv share memory. Nothing is written then.
         RuntimeError: a gradient would have to be recorded: use qk_rms_norm_rope_qkv for that.
 
-    Contract: Tolerance; all as qk_rms_norm_rope_qkv. Where qkv shares memory with another argument the reference
-    answers.
+    Contract: Tolerance; all as qk_rms_norm_rope_qkv. Where gammas, tables or coordinates lie in qkv the reference
+    answers, by what they were.
 
     Source: that of qk_rms_norm_rope_qkv.
     """
@@ -325,11 +326,28 @@ def qk_rms_norm_rope_qkv_inplace(
         base=base,
     )
     qkv[:, :2].copy_(done[:, :2])
+    return qkv
 
 
-qk_rms_norm_rope_qkv_inplace.check(check)
+@qk_rms_norm_rope_qkv_inplace.check
+def _(qkv, q_gamma, k_gamma, cos, sin, coords, **named):
+    check(qkv, q_gamma, k_gamma, cos, sin, coords, **named)
+    c.is_apart("qkv", qkv)
+
+
+@qk_rms_norm_rope_qkv_inplace.bad_calls
+def _(device):
+    yield from wrong(device)
+    qkv, gamma = torch.ones(3, 3, 2, 8, device=device), torch.ones(2, 8, device=device)
+    table = torch.ones(3, 4, device=device)
+    own = r"qkv: expected a place of its own for every element, since it is written, got shared ones"
+    for one in (qkv[:1], qkv[:, :1], qkv[:, :, :1], qkv[..., :1]):
+        yield BadCall((one.expand(3, 3, 2, 8), gamma, gamma, table, table), ValueError, own)
+    overlapping = torch.ones(128, device=device).as_strided((3, 3, 2, 8), (40, 16, 8, 1))
+    yield BadCall((overlapping, gamma, gamma, table, table), ValueError, own)
+
+
 qk_rms_norm_rope_qkv_inplace.kernel(needs=(*NEEDS, c.apart("qkv", read=("q_gamma", "k_gamma", "cos", "sin", "coords"))))
-qk_rms_norm_rope_qkv_inplace.bad_calls(wrong)
 
 
 @op(samples=lambda device: call_samples(device, 1), contract=GRADIENT_TOLERANCE)

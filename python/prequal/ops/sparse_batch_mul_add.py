@@ -113,7 +113,7 @@ def bad_calls(device):
 @op(samples=samples, contract=TOLERANCE, mutates=("residual",))
 def sparse_batch_mul_add_(
     x: Tensor, gate: Tensor, residual: Tensor, batch: Tensor | None = None, ptr: Tensor | None = None
-) -> None:
+) -> Tensor:
     """`sparse_batch_mul_add` in place: ``x * gate[b] + residual`` is written into residual.
 
     Args:
@@ -124,23 +124,43 @@ def sparse_batch_mul_add_(
         ptr: [B + 1] or None, as of sparse_batch_mul_add.
 
     Returns:
-        None: the result is in residual. No memory is allocated.
+        residual. No memory is allocated.
 
     Raises:
         TypeError, ValueError: as sparse_batch_mul_add.
+        ValueError: x and residual share memory, or elements of residual do. Nothing is written then.
         RuntimeError: a gradient would have to be recorded: use sparse_batch_mul_add for that.
 
-    Contract: Tolerance; all as sparse_batch_mul_add. Where residual shares memory with another argument the reference
-    answers.
+    Contract: Tolerance; all as sparse_batch_mul_add. Where gate, batch or ptr lie in residual the reference answers, by
+    what they were.
 
     Source: Peebles and Xie, Scalable Diffusion Models with Transformers, 2023.
     """
-    residual.copy_(sparse_batch_mul_add.op.reference(x, gate, residual, batch, ptr))
+    return residual.copy_(sparse_batch_mul_add.op.reference(x, gate, residual, batch, ptr))
 
 
-sparse_batch_mul_add_.check(check)
-sparse_batch_mul_add_.kernel(needs=(*NEEDS, c.apart("residual", read=("x", "gate", "batch", "ptr"))))
-sparse_batch_mul_add_.bad_calls(bad_calls)
+@sparse_batch_mul_add_.check
+def _(x, gate, residual, batch, ptr):
+    check(x, gate, residual, batch, ptr)
+    c.is_apart("residual", residual)
+    c.are_apart("x", x, "residual", residual)
+
+
+@sparse_batch_mul_add_.bad_calls
+def _(device):
+    yield from bad_calls(device)
+    both, rows = torch.ones(5, 8, device=device), torch.ones(2, 8, device=device)
+    at = torch.tensor([0, 1, 1, 0], device=device)
+    shared = r"x: expected memory apart from that of residual, which is written, got shared memory"
+    yield BadCall((both[1:], rows, both[1:], at), ValueError, shared)
+    yield BadCall((both[1:], rows, both[:-1], at), ValueError, shared)
+    yield BadCall((both[1:, :5], rows[:, :5], both[1:, 3:], at), ValueError, shared)
+    one = torch.ones(1, 8, device=device).expand(4, 8)
+    own = r"residual: expected a place of its own for every element, .* got shared ones"
+    yield BadCall((both[1:], rows, one, at), ValueError, own)
+
+
+sparse_batch_mul_add_.kernel(needs=(*NEEDS, c.apart("residual", read=("gate", "batch", "ptr"))))
 
 
 @op(
