@@ -203,96 +203,100 @@ inline constexpr int streamed_threads = kind == Kind::layer ? 512 : 1024;
 
 template <Kind kind, bool Add, class T, bool Ragged, int Items, class Team>
 __global__ void __launch_bounds__(streamed_threads<kind>, 1) streamed_rows(const Forward<T> a, int stages) {
-  constexpr int N = widest<T>, inputs = Add ? 2 : 1;
-  extern __shared__ uint4 dynamic[];
-  __shared__ typename Team::Shared shared;
-  Team team(shared);
-  const int first_word = team.block() * static_cast<int>(blockDim.x) * Items;
-  T* y_row = a.y.row(team.index());
-  const int past = Ragged ? elements_past(y_row) : 0;
-  const Columns<T, Ragged, Items> columns(first_word, past, a.width);
-  if constexpr (kind == Kind::layer) team.share_out(a.width, first_word, past, Items, N);
+  if constexpr (!Team::exists) {
+    __trap();
+  } else {
+    constexpr int N = widest<T>, inputs = Add ? 2 : 1;
+    extern __shared__ uint4 dynamic[];
+    __shared__ typename Team::Shared shared;
+    Team team(shared);
+    const int first_word = team.block() * static_cast<int>(blockDim.x) * Items;
+    T* y_row = a.y.row(team.index());
+    const int past = Ragged ? elements_past(y_row) : 0;
+    const Columns<T, Ragged, Items> columns(first_word, past, a.width);
+    if constexpr (kind == Kind::layer) team.share_out(a.width, first_word, past, Items, N);
 
-  Ring<T, Ragged, Items, inputs> ring(reinterpret_cast<Word*>(dynamic), stages, inputs, first_word);
-  const int64_t step = team.count();
-  ring.input(0, a.x.row(team.index()), step * a.x.stride, a.width, past);
-  if constexpr (Add) ring.input(1, a.other.row(team.index()), step * a.other.stride, a.width, past);
-  const int rows = rows_of_team(team, a.rows);
-  for (int ahead = 0; ahead < stages - 1; ++ahead) ring.ask(ahead < rows);
-  RowOut<T, Ragged, Items> y(y_row, step * a.y.stride, columns);
-  RowOut<T, Ragged, Items> sum(Add ? a.sum.row(team.index()) : y_row, step * a.sum.stride, columns);
-  float weight[Items][N], bias[Items][N];
-  get_parameter(weight, a.weight, a.offset, 1.0f, columns);
-  if constexpr (kind == Kind::layer) get_parameter(bias, a.bias, 0.0f, 0.0f, columns);
+    Ring<T, Ragged, Items, inputs> ring(reinterpret_cast<Word*>(dynamic), stages, inputs, first_word);
+    const int64_t step = team.count();
+    ring.input(0, a.x.row(team.index()), step * a.x.stride, a.width, past);
+    if constexpr (Add) ring.input(1, a.other.row(team.index()), step * a.other.stride, a.width, past);
+    const int rows = rows_of_team(team, a.rows);
+    for (int ahead = 0; ahead < stages - 1; ++ahead) ring.ask(ahead < rows);
+    RowOut<T, Ragged, Items> y(y_row, step * a.y.stride, columns);
+    RowOut<T, Ragged, Items> sum(Add ? a.sum.row(team.index()) : y_row, step * a.sum.stride, columns);
+    float weight[Items][N], bias[Items][N];
+    get_parameter(weight, a.weight, a.offset, 1.0f, columns);
+    if constexpr (kind == Kind::layer) get_parameter(bias, a.bias, 0.0f, 0.0f, columns);
 
-  const auto packet = [&](bool ahead, int item) {
-    Packet<T> x = ring.packet(ahead, 0, item, columns);
-    if constexpr (Add) x = added<T>(x, ring.packet(ahead, 1, item, columns));
-    return x;
-  };
-  const auto offer = [&](bool ahead) {
-    if constexpr (kind == Kind::rms) {
-      float total[1] = {};
+    const auto packet = [&](bool ahead, int item) {
+      Packet<T> x = ring.packet(ahead, 0, item, columns);
+      if constexpr (Add) x = added<T>(x, ring.packet(ahead, 1, item, columns));
+      return x;
+    };
+    const auto offer = [&](bool ahead) {
+      if constexpr (kind == Kind::rms) {
+        float total[1] = {};
 #pragma unroll
-      for (int item = 0; item < Items; ++item) total[0] += squares<false>(packet(ahead, item), 0.0f, 0, N);
-      team.offer(total);
-    } else {
-      float total = 0.0f;
-      Packet<T> x[Items];
+        for (int item = 0; item < Items; ++item) total[0] += squares<false>(packet(ahead, item), 0.0f, 0, N);
+        team.offer(total);
+      } else {
+        float total = 0.0f;
+        Packet<T> x[Items];
 #pragma unroll
-      for (int item = 0; item < Items; ++item) total += sum_of(x[item] = packet(ahead, item));
-      Moments<2> of{warp_sum(total) * team.inverse_of_warp(), {}};
+        for (int item = 0; item < Items; ++item) total += sum_of(x[item] = packet(ahead, item));
+        Moments<2> of{warp_sum(total) * team.inverse_of_warp(), {}};
+#pragma unroll
+        for (int item = 0; item < Items; ++item) {
+          of.sum[0] += squares<Ragged>(x[item], of.mean, columns.of(item), a.width);
+        }
+        team.offer_moments(of);
+      }
+    };
+    const auto take = [&]() -> RowStatistics {
+      if constexpr (kind == Kind::rms) {
+        float total[1];
+        team.take(total);
+        return {0.0f, rsqrtf(total[0] * a.inverse + a.eps)};
+      } else {
+        Moments<2> of;
+        team.take_moments(of);
+        return {of.mean, rsqrtf(of.sum[0] * a.inverse + a.eps)};
+      }
+    };
+
+    if (rows > 0) {
+      ring.arrive_first();
+      offer(false);
+    }
+    for (int row = 0; row < rows; ++row) {
+      const RowStatistics of = take();
+      ring.next();
+      if (row + 1 < rows) {
+        ring.arrive();
+        ring.ask(row + stages - 1 < rows);
+        offer(true);
+      }
 #pragma unroll
       for (int item = 0; item < Items; ++item) {
-        of.sum[0] += squares<Ragged>(x[item], of.mean, columns.of(item), a.width);
+        const Packet<T> x = packet(false, item);
+        if constexpr (Add) sum.write(item, x, columns);
+        float value[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) value[i] = kind == Kind::rms ? x[i] * of.rstd : (x[i] - of.mean) * of.rstd;
+        if (kind == Kind::rms && a.exact) {
+#pragma unroll
+          for (int i = 0; i < N; ++i) value[i] = rounded<T>(value[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          value[i] = kind == Kind::rms ? value[i] * weight[item][i] : fmaf(value[i], weight[item][i], bias[item][i]);
+        }
+        y.write(item, pack<T>(value), columns);
       }
-      team.offer_moments(of);
+      y.next(), sum.next();
     }
-  };
-  const auto take = [&]() -> RowStatistics {
-    if constexpr (kind == Kind::rms) {
-      float total[1];
-      team.take(total);
-      return {0.0f, rsqrtf(total[0] * a.inverse + a.eps)};
-    } else {
-      Moments<2> of;
-      team.take_moments(of);
-      return {of.mean, rsqrtf(of.sum[0] * a.inverse + a.eps)};
-    }
-  };
-
-  if (rows > 0) {
-    ring.arrive_first();
-    offer(false);
+    team.leave();
   }
-  for (int row = 0; row < rows; ++row) {
-    const RowStatistics of = take();
-    ring.next();
-    if (row + 1 < rows) {
-      ring.arrive();
-      ring.ask(row + stages - 1 < rows);
-      offer(true);
-    }
-#pragma unroll
-    for (int item = 0; item < Items; ++item) {
-      const Packet<T> x = packet(false, item);
-      if constexpr (Add) sum.write(item, x, columns);
-      float value[N];
-#pragma unroll
-      for (int i = 0; i < N; ++i) value[i] = kind == Kind::rms ? x[i] * of.rstd : (x[i] - of.mean) * of.rstd;
-      if (kind == Kind::rms && a.exact) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) value[i] = rounded<T>(value[i]);
-      }
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        value[i] = kind == Kind::rms ? value[i] * weight[item][i] : fmaf(value[i], weight[item][i], bias[item][i]);
-      }
-      y.write(item, pack<T>(value), columns);
-    }
-    y.next(), sum.next();
-  }
-  team.leave();
 }
 
 template <Kind kind, bool Add, class T, bool Ragged>

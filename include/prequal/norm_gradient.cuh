@@ -198,111 +198,115 @@ __global__ void __launch_bounds__(128, 6) held_gradient(const Backward<T> a) {
 // registers, and so is the weight.
 template <Kind kind, class T, bool Ragged, int Items, class Team, int Most>
 __global__ void __launch_bounds__(Most, 1) streamed_gradient(const Backward<T> a, int stages) {
-  constexpr int N = widest<T>, inputs = kind == Kind::rms ? 3 : 2;
-  extern __shared__ uint4 dynamic[];
-  __shared__ typename Team::Shared shared;
-  Team team(shared);
-  const int first_word = team.block() * static_cast<int>(blockDim.x) * Items;
-  T* dx_row = a.dx.row(team.index());
-  const int past = Ragged ? elements_past(dx_row) : 0;
-  const Columns<T, Ragged, Items> columns(first_word, past, a.width);
-  if constexpr (kind == Kind::layer) team.share_out(a.width, first_word, past, Items, N);
+  if constexpr (!Team::exists) {
+    __trap();
+  } else {
+    constexpr int N = widest<T>, inputs = kind == Kind::rms ? 3 : 2;
+    extern __shared__ uint4 dynamic[];
+    __shared__ typename Team::Shared shared;
+    Team team(shared);
+    const int first_word = team.block() * static_cast<int>(blockDim.x) * Items;
+    T* dx_row = a.dx.row(team.index());
+    const int past = Ragged ? elements_past(dx_row) : 0;
+    const Columns<T, Ragged, Items> columns(first_word, past, a.width);
+    if constexpr (kind == Kind::layer) team.share_out(a.width, first_word, past, Items, N);
 
-  const int given = inputs == 3 && a.more.at ? 3 : 2;
-  Ring<T, Ragged, Items, inputs> ring(reinterpret_cast<Word*>(dynamic), stages, given, first_word);
-  const int64_t step = team.count();
-  ring.input(0, a.x.row(team.index()), step * a.x.stride, a.width, past);
-  ring.input(1, a.grad.row(team.index()), step * a.grad.stride, a.width, past);
-  if constexpr (inputs == 3) {
-    if (given == 3) ring.input(2, a.more.row(team.index()), step * a.more.stride, a.width, past);
-  }
-  const int rows = rows_of_team(team, a.rows);
-  for (int ahead = 0; ahead < stages - 1; ++ahead) ring.ask(ahead < rows);
-  RowOut<T, Ragged, Items> dx(dx_row, step * a.dx.stride, columns);
-  float weight[Items][N];
-  get_parameter(weight, a.weight, a.offset, 1.0f, columns);
-
-  const auto offer = [&](bool ahead) {
-    Packet<T> x[Items];
-    float total = 0.0f;
-#pragma unroll
-    for (int item = 0; item < Items; ++item) {
-      x[item] = ring.packet(ahead, 0, item, columns);
-      if constexpr (kind == Kind::layer) total += sum_of(x[item]);
+    const int given = inputs == 3 && a.more.at ? 3 : 2;
+    Ring<T, Ragged, Items, inputs> ring(reinterpret_cast<Word*>(dynamic), stages, given, first_word);
+    const int64_t step = team.count();
+    ring.input(0, a.x.row(team.index()), step * a.x.stride, a.width, past);
+    ring.input(1, a.grad.row(team.index()), step * a.grad.stride, a.width, past);
+    if constexpr (inputs == 3) {
+      if (given == 3) ring.input(2, a.more.row(team.index()), step * a.more.stride, a.width, past);
     }
-    if constexpr (kind == Kind::rms) {
-      float sums[2] = {};
+    const int rows = rows_of_team(team, a.rows);
+    for (int ahead = 0; ahead < stages - 1; ++ahead) ring.ask(ahead < rows);
+    RowOut<T, Ragged, Items> dx(dx_row, step * a.dx.stride, columns);
+    float weight[Items][N];
+    get_parameter(weight, a.weight, a.offset, 1.0f, columns);
+
+    const auto offer = [&](bool ahead) {
+      Packet<T> x[Items];
+      float total = 0.0f;
 #pragma unroll
       for (int item = 0; item < Items; ++item) {
-        const Packet<T> grad = ring.packet(ahead, 1, item, columns);
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-          sums[0] += x[item][i] * x[item][i];
-          sums[1] += grad[i] * weight[item][i] * x[item][i];
-        }
+        x[item] = ring.packet(ahead, 0, item, columns);
+        if constexpr (kind == Kind::layer) total += sum_of(x[item]);
       }
-      team.offer(sums);
-    } else {
-      Moments<4> of{warp_sum(total) * team.inverse_of_warp(), {}};
+      if constexpr (kind == Kind::rms) {
+        float sums[2] = {};
+#pragma unroll
+        for (int item = 0; item < Items; ++item) {
+          const Packet<T> grad = ring.packet(ahead, 1, item, columns);
+#pragma unroll
+          for (int i = 0; i < N; ++i) {
+            sums[0] += x[item][i] * x[item][i];
+            sums[1] += grad[i] * weight[item][i] * x[item][i];
+          }
+        }
+        team.offer(sums);
+      } else {
+        Moments<4> of{warp_sum(total) * team.inverse_of_warp(), {}};
+#pragma unroll
+        for (int item = 0; item < Items; ++item) {
+          const Packet<T> grad = ring.packet(ahead, 1, item, columns);
+#pragma unroll
+          for (int i = 0; i < N; ++i) {
+            const float centred = columns.part(item, i) ? x[item][i] - of.mean : 0.0f, gw = grad[i] * weight[item][i];
+            of.sum[0] += centred * centred;
+            of.sum[1] += gw;
+            of.sum[2] += gw * centred;
+          }
+        }
+        team.offer_moments(of);
+      }
+    };
+    const auto take = [&]() -> RowFigures {
+      if constexpr (kind == Kind::rms) {
+        float sums[2];
+        team.take(sums);
+        const float rstd = rsqrtf(sums[0] * a.inverse + a.eps);
+        return {0.0f, rstd, 0.0f, rstd * (sums[1] * a.inverse)};
+      } else {
+        Moments<4> of;
+        team.take_moments(of);
+        const float rstd = rsqrtf(of.sum[0] * a.inverse + a.eps);
+        return {of.mean, rstd, of.sum[1] * a.inverse, rstd * (of.sum[2] * a.inverse)};
+      }
+    };
+
+    ColumnSums<kind, T, Items> sums;
+    if (rows > 0) {
+      ring.arrive_first();
+      offer(false);
+    }
+    for (int row = 0; row < rows; ++row) {
+      const RowFigures of = take();
+      ring.next();
+      if (row + 1 < rows) {
+        ring.arrive();
+        ring.ask(row + stages - 1 < rows);
+        offer(true);
+      }
 #pragma unroll
       for (int item = 0; item < Items; ++item) {
-        const Packet<T> grad = ring.packet(ahead, 1, item, columns);
+        const Packet<T> x = ring.packet(false, 0, item, columns), grad = ring.packet(false, 1, item, columns);
+        float value[N];
+        sums.gradient(value, item, of, grad, x, weight[item]);
+        if (given == 3) {
+          const Packet<T> more = ring.packet(false, inputs - 1, item, columns);
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-          const float centred = columns.part(item, i) ? x[item][i] - of.mean : 0.0f, gw = grad[i] * weight[item][i];
-          of.sum[0] += centred * centred;
-          of.sum[1] += gw;
-          of.sum[2] += gw * centred;
+          for (int i = 0; i < N; ++i) value[i] += more[i];
         }
+        dx.write(item, pack<T>(value), columns);
       }
-      team.offer_moments(of);
+      dx.next();
     }
-  };
-  const auto take = [&]() -> RowFigures {
-    if constexpr (kind == Kind::rms) {
-      float sums[2];
-      team.take(sums);
-      const float rstd = rsqrtf(sums[0] * a.inverse + a.eps);
-      return {0.0f, rstd, 0.0f, rstd * (sums[1] * a.inverse)};
-    } else {
-      Moments<4> of;
-      team.take_moments(of);
-      const float rstd = rsqrtf(of.sum[0] * a.inverse + a.eps);
-      return {of.mean, rstd, of.sum[1] * a.inverse, rstd * (of.sum[2] * a.inverse)};
-    }
-  };
-
-  ColumnSums<kind, T, Items> sums;
-  if (rows > 0) {
-    ring.arrive_first();
-    offer(false);
+    team.leave();
+    sums.write(
+        a, team.index(), [&](int item) { return columns.of(item); },
+        [&](int item, int i) { return columns.has(item, i); });
   }
-  for (int row = 0; row < rows; ++row) {
-    const RowFigures of = take();
-    ring.next();
-    if (row + 1 < rows) {
-      ring.arrive();
-      ring.ask(row + stages - 1 < rows);
-      offer(true);
-    }
-#pragma unroll
-    for (int item = 0; item < Items; ++item) {
-      const Packet<T> x = ring.packet(false, 0, item, columns), grad = ring.packet(false, 1, item, columns);
-      float value[N];
-      sums.gradient(value, item, of, grad, x, weight[item]);
-      if (given == 3) {
-        const Packet<T> more = ring.packet(false, inputs - 1, item, columns);
-#pragma unroll
-        for (int i = 0; i < N; ++i) value[i] += more[i];
-      }
-      dx.write(item, pack<T>(value), columns);
-    }
-    dx.next();
-  }
-  team.leave();
-  sums.write(
-      a, team.index(), [&](int item) { return columns.of(item); },
-      [&](int item, int i) { return columns.has(item, i); });
 }
 
 // Rows that no team holds: read once more, from L2, and the sums over columns kept in memory by the thread that owns
@@ -408,7 +412,10 @@ int64_t run(const Context& context, Backward<T>& a, Start&& start) {
   };
   // Up to 512 threads, whose registers hold all. 1,024 spill, and are for rows that only a cluster of those has room for:
   // rms_norm's of bf16 [512, 262144] took 424 us with them and 2,244 where rows are read again.
-  if (stream.template operator()<512>() || stream.template operator()<1024>()) return teams;
+  if (stream.template operator()<512>()) return teams;
+  if constexpr (!Ragged) {
+    if (stream.template operator()<1024>()) return teams;
+  }
 
   constexpr auto kernel = read_again_gradient<kind, T, Ragged>;
   teams = gradient_teams(a.rows, resident_blocks<kernel>(context, 512), alike);

@@ -87,6 +87,7 @@ template <int Sums>
 class BlockTeam {
  public:
   static constexpr RowKind kind = RowKind::block;
+  static constexpr bool exists = true;
   struct alignas(16) Shared {
     float at[2][32][Sums];  // of each warp; two turns: the next sum may begin before every thread has read this one
   };
@@ -162,8 +163,15 @@ class BlockTeam {
   float of_lane_ = 0.0f, inverse_of_warp_ = 0.0f, inverse_of_block_ = 0.0f;
 };
 
-// Distributed shared memory of sm_90. Elsewhere these kernels are compiled and never launched (launch.h, has_clusters).
+// Distributed shared memory of sm_90. Elsewhere these kernels are compiled, empty, and never launched (launch.h,
+// has_clusters).
 namespace cluster {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr bool exist = false;
+#else
+inline constexpr bool exist = true;
+#endif
 
 __device__ __forceinline__ int size() {
 #if __CUDA_ARCH__ >= 900
@@ -269,6 +277,7 @@ template <int Sums>
 class ClusterTeam {
  public:
   static constexpr RowKind kind = RowKind::cluster;
+  static constexpr bool exists = cluster::exist;
   struct Shared {
     typename BlockTeam<Sums>::Shared own;
     float at[2][Sums][largest_cluster];  // of every block, two turns
