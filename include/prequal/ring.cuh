@@ -59,18 +59,19 @@ struct Columns {
   }
 };
 
-// A row that is written: a pointer of the thread that goes from one of its rows to the next.
+// A row that is written: a pointer of the thread that goes from one of its rows to the next. The columns are whole words of
+// one output; another that begins otherwise (in place, x and its residual where they lie) is written by elements.
 template <class T, bool Ragged, int Items>
 class RowOut {
  public:
-  // at: [rows, H], the team's first row
+  // row: [H], the team's first
   __device__ RowOut(T* row, int64_t jump /* elements to the team's next row */,
                     const Columns<T, Ragged, Items>& columns)
-      : at_(row + columns.first), jump_(jump) {}
+      : at_(row + columns.first), jump_(jump), words_(!Ragged || reinterpret_cast<uintptr_t>(at_) % 16 == 0) {}
 
   __device__ __forceinline__ void write(int item, const Packet<T>& value, const Columns<T, Ragged, Items>& columns) {
     T* to = at_ + item * static_cast<int>(blockDim.x) * widest<T>;
-    if (columns.whole(item)) {
+    if (words_ && columns.whole(item)) {
       *reinterpret_cast<uint4*>(to) = bits_as<uint4>(value.word);
     } else if constexpr (Ragged) {
 #pragma unroll
@@ -84,6 +85,7 @@ class RowOut {
  private:
   T* at_;
   int64_t jump_;
+  bool words_;
 };
 
 template <class T, bool Ragged, int Items, int Inputs>

@@ -19,6 +19,9 @@ def samples(device):
         return x(*shape, dtype=dtype), x(*shape, dtype=dtype, of=1), weight
 
     yield Sample("quick", call(4, 128, dtype=torch.bfloat16))
+    # more rows than a device works on at a time, of an odd width and of a cluster's
+    yield Sample("many rows", call(3001, 1031, dtype=torch.bfloat16))
+    yield Sample("many wide rows", call(151, 32771, dtype=torch.bfloat16))
     for dtype in FLOATS:
         name = c.short(dtype)
         yield Sample(f"{name} no weight", call(3, 64, dtype=dtype)[:2])
@@ -34,6 +37,10 @@ def samples(device):
         wide, other, weight = call(6, 161, dtype=dtype)
         yield Sample(f"{name} strided rows", (wide[::2, :96], other[1::2, 1:97], weight[:96]))
         yield Sample(f"{name} slices of one tensor", (wide[:, :80], wide[:, 81:], weight[:80]))
+        for width in (1031, 4095, 32771):  # in place, two outputs that begin at different places of a word
+            wide, other, weight = call(19, width + 5, dtype=dtype)
+            apart = (wide[:, 1 : width + 1], other[:, 2 : width + 2], weight[:width])
+            yield Sample(f"{name} {width} of rows that begin differently", apart)
         yield Sample(f"{name} transposed", (x(64, 5, dtype=dtype).t(), x(64, 5, dtype=dtype, of=1).t()))
         yield Sample(f"{name} no rows", call(0, 64, dtype=dtype))
         yield Sample(f"{name} no columns", call(4, 0, dtype=dtype))

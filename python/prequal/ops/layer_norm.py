@@ -20,6 +20,9 @@ def samples(device):
         return x(*shape, dtype=dtype), x(shape[-1], dtype=parameter, of=1), x(shape[-1], dtype=parameter, of=2)
 
     yield Sample("quick", call(4, 128, dtype=torch.bfloat16))
+    # more rows than a device works on at a time, of an odd width and of a cluster's
+    yield Sample("many rows", call(3001, 1031, dtype=torch.bfloat16))
+    yield Sample("many wide rows", call(151, 32771, dtype=torch.bfloat16))
     for dtype in FLOATS:
         name = c.short(dtype)
         yield Sample(f"{name} no weight", (x(3, 64, dtype=dtype),))

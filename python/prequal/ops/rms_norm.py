@@ -15,6 +15,9 @@ WIDEST = 2**30
 def samples(device):
     x = normal(device)
     yield Sample("quick", (x(4, 128, dtype=torch.bfloat16), x(128, dtype=torch.bfloat16)))
+    # more rows than a device works on at a time, of an odd width and of a cluster's
+    yield Sample("many rows", (x(3001, 1031, dtype=torch.bfloat16), x(1031, dtype=torch.bfloat16)))
+    yield Sample("many wide rows", (x(151, 32771, dtype=torch.bfloat16), x(32771, dtype=torch.bfloat16)))
     for dtype in FLOATS:
         name = c.short(dtype)
         yield Sample(f"{name} no weight", (x(3, 64, dtype=dtype),))
