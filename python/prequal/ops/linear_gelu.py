@@ -85,7 +85,8 @@ def linear_gelu(
     The paths: *epilogue*, one kernel, where x is bfloat16 or float16, approximate is "tanh", there is a bias, and K and
     M are multiples of 8: the product is not rounded before GELU, and not written to memory. *Rounding preserved*, with
     exact_rounding and where the epilogue does not apply: the chain's two kernels, the second in the memory of the
-    first, so that no second activation is allocated. *Sequential*, where the gate is closed: torch's linear, then its gelu.
+    first, so that no second activation is allocated. *Sequential*, where the gate is closed: torch's linear, then its
+    gelu.
     The products are torch's on every path; prequal has no kernel here.
 
     The gradient computes the product again (the epilogue does not keep it): three products in all, and a GELU gradient.
