@@ -60,15 +60,6 @@ def test_a_case_that_fails_leaves_the_others_compiled(asked, small, monkeypatch,
     assert "no such kernel" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("wanted", "processors", "jobs"), [(0, 16, 1), (1, 16, 1), (30, 16, 8), (3, 64, 3), (30, 2, 1), (30, None, 1)]
-)
-def test_there_are_as_many_processes_as_there_is_work_and_room(wanted, processors, jobs):
-    case = lists.cases_of(lists.chosen_ops(["rms_norm"]), "sample")[0]
-    compiled = lists.Case("rms_norm", "compiled", case.make, compiled=lambda x: x)
-    assert precompile.jobs_for([case, *[compiled] * wanted], processors) == jobs
-
-
 def test_one_job_starts_no_process(monkeypatch):
     monkeypatch.setattr(precompile.subprocess, "Popen", None)
     precompile.compile_ahead(NAMES, "quick", 1, pytest.fail)

@@ -15,16 +15,10 @@ import torch
 
 from prequal.registry import OPS
 
-from .cases import Case, cases_of, chosen_ops
+from .cases import cases_of, chosen_ops
 from .runner import bound_call, compiled
 
 Say = Callable[[str], None]
-
-
-def jobs_for(cases: Sequence[Case], processors: int | None) -> int:
-    """How many processes: two processors each, no more than cases, 8 at most; 1 is the benchmark's own."""
-    wanted = sum(case.compiled is not None for case in cases)
-    return max(1, min(8, wanted, (processors or 1) // 2))
 
 
 def compile_ahead(ops: Sequence[str], tier: str, jobs: int, say: Say) -> None:
