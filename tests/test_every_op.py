@@ -638,14 +638,15 @@ def test_samples_do_not_follow_the_callers_defaults(op):
 
 def test_every_kernel_is_known_by_the_op_that_launches_it():
     """Before an op opens on a device, its kernels are loaded there, and no others."""
+    torchs = {op.basename for op in OPS.values() if op.name in state.through_torch}  # no kernels of ours
     for path in (REPOSITORY / "src/ops").glob("*.cu"):
         says = re.findall(r'^struct Unit : FileOf<"(\w+)"> \{\};$', path.read_text(), re.M)
-        assert len(says) == 1, path.name
-        assert f"{path.stem}_".startswith(f"{says[0]}_"), path.name
+        assert len(says) == (path.stem not in torchs), path.name
+        assert all(f"{path.stem}_".startswith(f"{name}_") for name in says), path.name
     if state.native is None:
         pytest.skip(f"no native module: {state.native_problem}")
     counts = state.native.kernels()
-    assert counts.keys() == {op.basename for op in OPS.values()}
+    assert counts.keys() == {op.basename for op in OPS.values()} - torchs
     assert all(count > 0 for count in counts.values())
 
 
@@ -653,7 +654,7 @@ def test_every_kernel_is_known_by_the_op_that_launches_it():
 @every_op
 def test_an_op_loads_the_kernels_of_its_basename_and_no_others(op, cuda):
     counts = state.native.kernels()
-    assert state.preload(cuda.index, op.basename) == counts[op.basename]
+    assert state.preload(cuda.index, op.basename) == counts.get(op.basename, 0)
     assert state.preload(cuda.index) == sum(counts.values())
 
 

@@ -89,7 +89,9 @@ def preload(device: int, basename: str | None = None) -> int:
     if native is None:
         return 0
     count = int(native.preload(device, basename))
-    _loaded.update((device, name) for name in (native.kernels() if basename is None else [basename]))
+    # what stands behind a door of torch's has no kernels to load
+    every = {*native.kernels(), *through_torch}
+    _loaded.update((device, name) for name in (every if basename is None else [basename]))
     return count
 
 

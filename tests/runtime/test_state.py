@@ -92,8 +92,10 @@ def test_an_op_opens_with_its_own_kernels_loaded_once_a_device(monkeypatch):
     assert host.loading_problem("rope", 0) is None
     assert "inside a graph capture: call the op once before, or qualify" in (host.loading_problem("knn", 0) or "")
     assert native.asked == [(0, "rope"), (1, "rope")]
+    monkeypatch.setattr(state, "through_torch", {"linear": len})
     assert state.preload(0) == 7  # as qualification does
     assert host.loading_problem("knn", 0) is None
+    assert host.loading_problem("linear", 0) is None
 
     capturing = False
     native.problem = "preload on cuda:1: no kernel image"
