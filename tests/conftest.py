@@ -39,6 +39,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"no usable GPU: {reason}"))
 
 
+def broken_context() -> str | None:
+    """What the GPU says once a kernel has broken its context: nothing of this process succeeds there any more."""
+    if not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    """The test that breaks the context ends the run: thousands that fail for its sake would bury it."""
+    report = yield
+    if report.failed and item.get_closest_marker("gpu") and (why := broken_context()):
+        item.session.shouldstop = f"{item.nodeid} broke the GPU's context: {why}"
+    return report
+
+
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
