@@ -37,9 +37,9 @@ CONTENTS = ("src/ops.h", "src/module.cpp")
 def with_includes(files: list[pathlib.Path], source: pathlib.Path) -> set[pathlib.Path]:
     """The files and every header of this repository that they reach."""
     found: set[pathlib.Path] = set()
-    todo = list(files)
-    while todo:
-        file = todo.pop()
+    reached = list(files)
+    while reached:
+        file = reached.pop()
         if file in found or file.relative_to(source).as_posix() in CONTENTS:
             continue
         found.add(file)
@@ -48,7 +48,7 @@ def with_includes(files: list[pathlib.Path], source: pathlib.Path) -> set[pathli
             inside = next((place.resolve() for place in places if place.is_file()), None)
             if inside is None:
                 raise FileNotFoundError(f"{file}: the included file {name} is nowhere in the sources")
-            todo.append(inside)
+            reached.append(inside)
     return found
 
 

@@ -406,7 +406,6 @@ void run(const Context& context, const Forward<T>& a) {
         }
       }
       break;
-    case RowKind::cluster: break;
     case RowKind::loop: {
       constexpr int alike = Ragged ? widest<T> : 1, threads = streamed_threads<kind>;
       const auto stream = [&]<int Items>() {

@@ -29,8 +29,6 @@ __device__ __forceinline__ void wait_for_copies(int pending) {
   }
 }
 
-inline constexpr int most_stages = 4;
-
 // Elements of a row before its first whole word's begin: 0 to widest<T> - 1.
 template <class T>
 __device__ __forceinline__ int elements_past(const T* row) {

@@ -8,10 +8,9 @@
 namespace prequal {
 
 enum class RowKind {
-  warp,     // a row a warp, several rows a block, the row in registers
-  block,    // a row a block, the row in registers or in shared memory
-  cluster,  // a row a cluster of blocks, a slice of it in the shared memory of each
-  loop      // a row a block, read again
+  warp,   // a row a warp, several rows a block, the row in registers
+  block,  // a row a block, the row in registers
+  loop    // streamed, or read again: no plan in registers
 };
 
 struct RowPlan {

@@ -271,7 +271,6 @@ void run(const Context& context, const Forward<T>& a, bool whole) {
     case RowKind::loop:
       plan.threads = std::min(plan.threads, 512);
       return start.template operator()<read_again<Gate, Norm, T>>();
-    case RowKind::cluster: break;
   }
   throw std::logic_error("sparse: row_plan made a plan that no kernel follows");
 }

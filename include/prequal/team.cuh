@@ -155,7 +155,6 @@ class BlockTeam {
     for (int k = 0; k < Sums - 1; ++k) of.sum[k] = part.at[k];
     join(of, of_lane_, inverse_of_block_);
   }
-  __device__ __forceinline__ void moments(Moments<Sums>& of) { offer_moments(of), take_moments(of); }
 
  private:
   Shared& shared_;
@@ -276,7 +275,6 @@ __device__ __forceinline__ void send(int rank, float* mine, float value, uint64_
 template <int Sums>
 class ClusterTeam {
  public:
-  static constexpr RowKind kind = RowKind::cluster;
   static constexpr bool exists = cluster::exist;
   struct Shared {
     typename BlockTeam<Sums>::Shared own;

@@ -21,7 +21,7 @@ from torch import Tensor, library
 from . import runtime_state as state
 from .constraints import Need
 from .contracts import Contract, Mismatch
-from .errors import FallbackError, UnknownOpError
+from .errors import UnknownOpError
 from .runtime.reasons import Reason, unsupported
 
 NAMESPACE = "prequal"
@@ -238,7 +238,7 @@ class Op:
     def _register(self) -> None:
         # torch gives keyword-only tensors neither autograd nor vmap: in the schema every argument has a place
         schema = library.infer_schema(self.reference, mutates_args=self.mutates)
-        if self.mutates:  # an output of torch.library's may be no argument
+        if self.mutates:  # what the dispatcher runs may not return an argument
             schema = f"{schema.partition(' -> ')[0]} -> ()"
         self.schema = schema.replace("*, ", "")
         qualified = f"{NAMESPACE}::{self.name}"
@@ -510,10 +510,7 @@ class Op:
         self._call(self._checks, args)
 
     def count_fallback(self, args: Sequence[Any], reason: str, detail: str) -> None:
-        device = str(self.device_of(args))
-        if state.flags.is_strict:  # no reference answers: there is nothing to count
-            raise FallbackError(self.name, device, reason, detail)
-        state.telemetry.fell_back(self.name, device, reason, detail)
+        state.count_fallback(self.name, str(self.device_of(args)), reason, detail)
 
     def unmet_need(self, args: Sequence[Any]) -> Need | None:
         """The first declared need that this right call does not meet. Pure: reads no flag and no environment."""

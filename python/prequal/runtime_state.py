@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .errors import FallbackError
 from .runtime import manifest as build_manifest
 from .runtime.flags import Flags
 from .runtime.gate import Gate
@@ -209,6 +210,13 @@ flags = Flags(
     changed=_forget_verdicts,
     scoped=lambda change: native.scoped_flags(change) if native is not None else None,
 )
+
+
+def count_fallback(name: str, device: str, reason: str, detail: str) -> None:
+    """A call of this fast path goes to its reference; in strict mode none answers: an error, and nothing counted."""
+    if flags.is_strict:
+        raise FallbackError(name, device, reason, detail)
+    telemetry.fell_back(name, device, reason, detail)
 
 
 def _device_key(device: int) -> Fingerprint:

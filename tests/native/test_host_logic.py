@@ -19,7 +19,7 @@ from prequal.ops._clouds import KINDS, cloud
 
 HERE = pathlib.Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
-WARP, BLOCK, _, LOOP = range(4)
+WARP, BLOCK, LOOP = range(3)
 
 
 @pytest.fixture(scope="session")

@@ -612,6 +612,7 @@ def test_in_strict_mode_a_refusal_raises():
         answered(context)
         with pytest.raises(prequal.FallbackError, match=r"null_context on cpu: .*unsupported_input:rows"):
             answered(context, tokens=100)
+    assert prequal.stats()[ROW] == {"cpu": {"fast": 1, "reference": {}}}  # no reference answered
 
 
 def test_exporters_see_its_calls():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from prequal import runtime_state as state
-from prequal.errors import FallbackError
 from prequal.runtime.reasons import unsupported
 
 # The names under which flags, counters and logs know the two paths.
@@ -39,14 +39,11 @@ NEEDS: Mapping[str, str] = {
 
 def refuse(device: str, reason: str, detail: str) -> None:
     """Count a null context that the cached row does not serve; an error in strict mode."""
-    if torch.compiler.is_compiling():
-        return
-    state.telemetry.fell_back(ROW, device, reason, detail)
-    if state.flags.is_strict:
-        raise FallbackError(ROW, device, reason, detail)
+    if not torch.compiler.is_compiling():
+        state.count_fallback(ROW, device, reason, detail)
 
 
-class Condition:
+class Condition(abc.ABC):
     """What both symbolic conditions share: they look like a tensor, and become one where an operation needs values.
 
     Casts and moves (`to`, `type`, `half`, `float`, `bfloat16`, `cuda`, `cpu`, `detach`, `contiguous`, `clone`) keep it
@@ -62,12 +59,13 @@ class Condition:
     requires_grad = False
     is_sparse = False
 
+    @abc.abstractmethod
     def materialize(self) -> Tensor:
         """The tensor that this stands for; not counted: it was asked for by name."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _cast(self, device: torch.device | None, dtype: torch.dtype | None) -> Condition:
-        raise NotImplementedError
+        """The same on another device or of another dtype; None: as it is."""
 
     def _values(self, what: str) -> Tensor:
         refuse(str(self.device), unsupported("materialized"), f"{what} needs the values; {NEEDS['materialized']}")

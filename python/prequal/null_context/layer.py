@@ -165,7 +165,7 @@ class Served:
     dtypes: tuple[torch.dtype, torch.dtype] | None
 
 
-# Which product and which attention run: getters of torch's own, absent in some releases. Each takes well under 1 µs.
+# Which product and which attention run: getters of torch's own, absent in some releases.
 _CUDA_FLAGS = tuple(
     getattr(torch._C, name)
     for name in (
