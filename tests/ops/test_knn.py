@@ -268,6 +268,19 @@ def test_the_second_derivative_at_zero_distance_is_that_of_a_square(device):
     assert second[1].tolist() == [[-2.0, -2.0, -2.0]]
 
 
+@pytest.mark.gpu
+def test_gradients_of_many_queries_to_few_references_have_the_same_bits_in_every_run(cuda):
+    q, r, values = (cloud(cuda, n, i).requires_grad_() for n, i in ((20_011, 1), (7, 2), (7, 3)))
+
+    def gradients():
+        total = prequal.knn(q, r, 3)[0].sum() + prequal.knn_gather(q, r, values).sin().sum()
+        total = total + prequal.knn_interpolate(q, r, values).cos().sum()
+        return torch.autograd.grad(total, (q, r, values))
+
+    for first, second in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(first, second)
+
+
 def test_missing_neighbours_have_no_gradient(device):
     queries = torch.tensor([[0.0, 0.0, 0.0], [float("nan"), 0.0, 0.0]], device=device, requires_grad=True)
     references = torch.ones(1, 3, device=device, requires_grad=True)

@@ -18,6 +18,9 @@ from .stats import Spread, is_noisy
 
 ROUNDS = 5  # every implementation has its turn in each, so that a GPU that warms up or throttles is shared by all
 GRAPH_BELOW_US = 1000.0  # above it, launches are nothing
+# Others that are slow are measured fewer times, so that one of them does not take the time of all: 20 runs still have
+# quartiles. Who takes seconds a call is not measured at all, and the row says so.
+PATIENCE_US, LEAST_RUNS, TOO_SLOW_US = 5e5, 20, 2e6
 
 Say = Callable[[str], None]
 
@@ -91,7 +94,7 @@ def measure(case: Case, device: Device, options: Options | None = None, say: Say
 
     with torch.no_grad():
         right = _those_who_are_right(case, op, args, everybody, row, say)
-        _time(case, op, device, args, right, row, options)
+        _time(case, op, device, args, right, row, options, say)
         for one in right:
             row["by"][one.name] = _figures(case, one, op, cost, device, args)
             figures = row["by"][one.name]
@@ -160,19 +163,30 @@ def _time(
     op: Op,
     device: Device,
     args: tuple[Any, ...],
-    right: Sequence[Candidate],
+    right: list[Candidate],
     row: dict[str, Any],
     options: Options,
+    say: Say,
 ) -> None:
-    runs = math.ceil((options.runs or case.runs) / options.rounds)
+    """Fills in the times, and strikes out of `right` who is too slow to have any."""
+    asked = options.runs or case.runs
     calls: dict[str, Call] = {one.name: _bound(case, op, one, args) for one in right}
-    for one in right:
-        device.device_us(calls[one.name], WARM_UPS)
+    runs: dict[str, int] = {}
+    for one in list(right):
+        (first,) = device.device_us(calls[one.name], 1)
+        if one.kind != "prequal" and first > TOO_SLOW_US:
+            row.setdefault("failed", {})[one.name] = f"{first / 1e6:.1f} s a call: not measured"
+            say(f"  {one.name}: {row['failed'][one.name]}")
+            right.remove(one)
+            continue
+        warm = device.device_us(calls[one.name], 1 if first > PATIENCE_US / LEAST_RUNS else WARM_UPS - 1)
+        patient = asked if one.kind == "prequal" else max(LEAST_RUNS, int(PATIENCE_US / max(1e-3, min(warm))))
+        runs[one.name] = math.ceil(min(asked, patient) / options.rounds)
     for _ in range(options.rounds):
         for one in right:
             device.wall_us(calls[one.name], 2)  # back from the others' code and data
-            one.device_us += device.device_us(calls[one.name], runs)
-            one.wall_us += device.wall_us(calls[one.name], runs)
+            one.device_us += device.device_us(calls[one.name], runs[one.name])
+            one.wall_us += device.wall_us(calls[one.name], runs[one.name])
 
     copies, cold = rotated(args, device.cache_bytes)
     graphs: dict[str, Callable[[int], list[float]]] = {}
@@ -191,7 +205,7 @@ def _time(
     for _ in range(options.rounds):
         for one in right:
             if one.name in graphs:
-                one.graph_us += graphs[one.name](runs)
+                one.graph_us += graphs[one.name](runs[one.name])
 
 
 def bound_call(op: Op, function: Callable[..., Any], args: Sequence[Any], hidden: Collection[str] = ()) -> Call:

@@ -122,11 +122,11 @@ class Places:
         return rows.to(wide)[self.rows].masked_fill(self.outside, torch.nan)
 
     def sums(self, values: Tensor) -> Tensor:
-        """[N, C] to [B, C]."""
+        """[N, C] to [B, C]: the same bits in every run, as of the kernels (index_add is of atomics on a GPU)."""
         zero = values.new_zeros((self.count, values.shape[1]))
         if self.count == 0:
             return zero
-        return zero.index_add(0, self.rows, values.masked_fill(self.outside, 0.0))
+        return zero.index_put((self.rows,), values.masked_fill(self.outside, 0.0), accumulate=True)
 
 
 # ---- right and wrong calls ---------------------------------------------------------------------------------------

@@ -286,6 +286,11 @@ def _(queries, references, k, query_ptr, reference_ptr, radius, index):
     return queries.new_empty(shape, dtype=working_dtype(queries)), queries.new_empty(shape, dtype=torch.int64)
 
 
+def sums_by_place(total, at, rows):
+    """total with rows[i] added at at[i]: the same bits in every run (index_add is of atomics on a GPU)."""
+    return total.index_put((at,), rows, accumulate=True)
+
+
 def pull_of_distances(queries, references, idx, grad_dist2):
     """d dist2 / d query = 2 (query - reference); the neighbours themselves do not move. Zero at zero distance."""
     wide = working_dtype(queries)
@@ -296,7 +301,7 @@ def pull_of_distances(queries, references, idx, grad_dist2):
         return {"queries": torch.zeros_like(queries), "references": torch.zeros_like(references)}
     difference = (q[:, None, :] - r[at]).masked_fill(nobody[..., None], 0.0)
     pull = 2.0 * grad_dist2.masked_fill(nobody, 0.0)[..., None] * difference
-    to_references = torch.zeros_like(r).index_add(0, at.flatten(), -pull.reshape(-1, r.shape[1]))
+    to_references = sums_by_place(torch.zeros_like(r), at.flatten(), -pull.reshape(-1, r.shape[1]))
     return {"queries": pull.sum(1).to(queries.dtype), "references": to_references.to(references.dtype)}
 
 
@@ -403,7 +408,7 @@ def _(args, kept, grad):
     total = values.new_zeros(values.shape, dtype=working_dtype(values))
     if references.shape[0]:
         missing = (nearest < 0).view(-1, *(1 for _ in values.shape[1:]))
-        total = total.index_add(0, nearest.clamp(min=0), grad.to(total.dtype).masked_fill(missing, 0.0))
+        total = sums_by_place(total, nearest.clamp(min=0), grad.to(total.dtype).masked_fill(missing, 0.0))
     return {"values": total.to(values.dtype)}
 
 
@@ -537,7 +542,7 @@ def _(args, kept, grad):
     grad = grad.to(total.dtype)
     for weight, at in zip(weights.unbind(1), idx.unbind(1), strict=True):
         share = (as_column(weight / norm, values) * grad).masked_fill(as_column(at < 0, values), 0.0)
-        total = total.index_add(0, at.clamp(min=0), share)
+        total = sums_by_place(total, at.clamp(min=0), share)
     return {"values": total.to(values.dtype)}
 
 
