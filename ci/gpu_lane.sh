@@ -6,7 +6,8 @@
 #
 # Without --wheel it builds from source with the machine's own toolkit (CUDACXX, or nvcc on PATH) and the build tools of
 # its Python. --ptx NN builds the test-only variant that runs the code of another architecture on this GPU; never shipped.
-# --shards runs the tests in so many processes side by side. A step that fails fails the lane, after the others have run.
+# --shards runs the tests in so many processes side by side, each of which sees all GPUs and begins with another one. A
+# step that fails fails the lane, after the others have run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -52,9 +53,12 @@ tests="not run"
 if wants test; then
   echo "== tests"
   tests=passed pids=()
+  gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+  visible=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}
   for ((shard = 0; shard < shards; ++shard)); do
-    PREQUAL_TEST_SHARD=$shard/$shards "$python" -m pytest -q -p no:cacheprovider -m gpu --ignore packaging . \
-      > "$out/gpu-tests-$shard.txt" 2>&1 &
+    [ "$gpus" -gt 1 ] && visible="${visible#*,},${visible%%,*}"
+    CUDA_VISIBLE_DEVICES=$visible PREQUAL_TEST_SHARD=$shard/$shards \
+      "$python" -m pytest -q -p no:cacheprovider -m gpu --ignore packaging . > "$out/gpu-tests-$shard.txt" 2>&1 &
     pids+=($!)
   done
   for shard in "${!pids[@]}"; do

@@ -233,11 +233,15 @@ def cupy_knn() -> Any:
     import cupy
     from cupy_knn import LBVHIndex
 
+    prepared: dict[int, Any] = {}  # its code for k is made at run time: once, not in every call
+
     def search(q: Tensor, r: Tensor, k: int) -> Tensor:
         with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-            index = LBVHIndex()
+            if k not in prepared:
+                prepared[k] = LBVHIndex()
+                prepared[k].prepare_knn_default(k)
+            index = prepared[k]
             index.build(cupy.from_dlpack(r))
-            index.prepare_knn_default(k)
             found = index.query_knn(cupy.from_dlpack(q))[0]
         return torch.from_dlpack(found.astype(cupy.int64)).view(len(q), k)
 
