@@ -150,6 +150,15 @@ NB_MODULE(_native, m) {
       m, "sparse_gate_add_layer_norm_affine_backward",
       {"grad", "grad_total", "h", "gate", "total", "scale", "batch", "ptr", "eps", "add_one", "gate_grad", "scale_grad",
        "shift_grad"});
+  def<ops::cross_entropy_stats>(m, "cross_entropy_stats",
+                                {"logits", "target", "class_weight", "first_class", "softcap"});
+  def<ops::cross_entropy_gradient_>(
+      m, "cross_entropy_gradient_",
+      {"logits", "lse", "target", "coefficients", "class_weight", "first_class", "softcap"});
+  def<ops::cross_entropy_chunk_>(
+      m, "cross_entropy_chunk_",
+      {"logits", "stats", "target", "coefficients", "class_weight", "first_class", "softcap"});
+  def<ops::scale_unless_one_>(m, "scale_unless_one_", {"x", "factor"});
   def<ops::linear_gelu>(m, "linear_gelu", {"x", "weight", "bias", "approximate", "exact_rounding"});
   def<ops::knn>(m, "knn", {"queries", "references", "k", "query_ptr", "reference_ptr", "radius", "index"});
   def<ops::radius>(m, "radius", {"queries", "references", "r", "max_neighbors", "query_ptr", "reference_ptr", "index"});

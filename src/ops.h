@@ -113,6 +113,17 @@ std::tuple<Buffer, Buffer, Buffer, Buffer, Buffer> sparse_gate_add_layer_norm_af
     const Tensor& total, const Tensor& scale, const std::optional<Tensor>& batch, const std::optional<Tensor>& ptr,
     double eps, bool add_one, bool gate_grad, bool scale_grad, bool shift_grad);
 
+// src/ops/linear_cross_entropy.cu
+Buffer cross_entropy_stats(const Context&, const Tensor& logits, const Tensor& target,
+                           const std::optional<Tensor>& class_weight, int64_t first_class, double softcap);
+void cross_entropy_gradient_(const Context&, const Tensor& logits, const Tensor& lse, const Tensor& target,
+                             const Tensor& coefficients, const std::optional<Tensor>& class_weight, int64_t first_class,
+                             double softcap);
+void cross_entropy_chunk_(const Context&, const Tensor& logits, const Tensor& stats, const Tensor& target,
+                          const Tensor& coefficients, const std::optional<Tensor>& class_weight, int64_t first_class,
+                          double softcap);
+void scale_unless_one_(const Context&, const Tensor& x, const Tensor& factor);
+
 // src/ops/linear_gelu.cu
 void linear_gelu(const Context&, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                  const std::string& approximate, bool exact_rounding);

@@ -294,7 +294,7 @@ def test_a_not_a_number_in_a_token_stays_that_tokens(device):
 @every_half
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradients_in_halves_are_as_near_to_float64_as_the_eager_chains(dtype, reduction, device):
-    """Eager has its logits in the half. With float32 sums nearer; in the half, of eight chunks, at most twice as far."""
+    """Eager has its logits in the half. Sums in float32 are nearer; in the half, of 8 chunks, twice as far at most."""
     inputs = data(device, tokens=256, width=64, classes=1000, dtype=dtype)
     exact = [x.double() if x.is_floating_point() else x for x in inputs]
     upstream = torch.ones((), device=device) if reduction == "mean" else torch.full((256,), 1 / 256, device=device)

@@ -72,6 +72,8 @@ LOGITS = [
     c.unit_stride("logits"),
     c.unit_stride("target"),
     c.unit_stride("class_weight"),
+    c.at_most("logits", 1, 2**30),
+    c.at_most("logits", 0, 2**31 - 1),
 ]
 ROWS_OF_FOUR = c.Need(
     "unit_stride",
@@ -295,7 +297,12 @@ def _(device):
     yield BadCall(of_gradient(replace(good, logits=row), None), ValueError, r"logits: expected a place of its own")
 
 
-cross_entropy_gradient_.kernel(needs=[*LOGITS, c.unit_stride("lse"), ROWS_OF_FOUR])
+def apart(*written):
+    """What is written lies apart from target and class_weight: else the kernel reads what it has written."""
+    return c.apart(*written, read=("target", "class_weight"))
+
+
+cross_entropy_gradient_.kernel(needs=[*LOGITS, c.unit_stride("lse"), ROWS_OF_FOUR, apart("logits")])
 
 
 def of_chunk(of, class_weight):
@@ -379,20 +386,27 @@ ROWS_OF_STATS = c.Need(
     "the four statistics of a row together",
     lambda args: args["stats"].stride(1) == 1 or 0 in args["stats"].shape,
 )
-cross_entropy_chunk_.kernel(needs=[*LOGITS, ROWS_OF_FOUR, ROWS_OF_STATS])
+cross_entropy_chunk_.kernel(needs=[*LOGITS, ROWS_OF_FOUR, ROWS_OF_STATS, apart("logits", "stats")])
 
 
 def scale_samples(device):
     x = normal(device)
-    yield Sample("quick", (x(4, 40), torch.tensor([0.5], device=device)))
+    yield Sample("quick", (x(4, 40), torch.tensor([0.5], dtype=torch.float32, device=device)))
     for dtype in FLOATS:
         name = c.short(dtype)
         for value in (1.0, 3.0, 0.0, float("inf")):
-            yield Sample(f"{name} by {value}", (x(5, 131, dtype=dtype), torch.tensor([value], device=device)))
+            yield Sample(
+                f"{name} by {value}",
+                (x(5, 131, dtype=dtype), torch.tensor([value], dtype=torch.float32, device=device)),
+            )
         for shape in ((1,), (0,), (4099,), (3, 5, 7)):
             size = " x ".join(map(str, shape))
-            yield Sample(f"{name} {size}", (x(*shape, dtype=dtype), torch.tensor([1.25], device=device)))
-        yield Sample(f"{name} misaligned", (x(1001, dtype=dtype)[1:], torch.tensor([1.25], device=device)))
+            yield Sample(
+                f"{name} {size}", (x(*shape, dtype=dtype), torch.tensor([1.25], dtype=torch.float32, device=device))
+            )
+        yield Sample(
+            f"{name} misaligned", (x(1001, dtype=dtype)[1:], torch.tensor([1.25], dtype=torch.float32, device=device))
+        )
     yield Sample("float64", (x(7, dtype=torch.float64), torch.tensor([1.25], dtype=torch.float64, device=device)))
 
 
@@ -648,7 +662,8 @@ def _passes(
                 stats[begin:end] = _joined(how, cross_entropy_stats(logits, y, of_all, **place))
                 continue
             c4 = coefficients[begin:end]
-            if lse is not None:
+            if lse is not None or stats is None:
+                assert lse is not None
                 cross_entropy_gradient_(logits, lse[begin:end], y, c4, of_all, **place)
             elif how.group is None:
                 cross_entropy_chunk_(logits, stats[begin:end], y, c4, of_all, **place)
@@ -710,15 +725,14 @@ def _finished(grad: Tensor | None, like: Tensor, factor: Tensor | None, function
     return scale_unless_one_(grad, factor).to(like.dtype)
 
 
-def _times(a: Tensor | None, b: Tensor | float | None) -> Tensor | None:
-    return a if b is None else b if a is None else a * b
-
-
 def _finish(
     made: Gradients, hidden: Tensor, weight: Tensor, grad: Tensor | None, functional: bool = False
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden, weight and bias, with what is still to be multiplied by: `grad` too, where it is given."""
-    factor = _times(None if grad is None else grad.to(wide_of(hidden)).reshape(1), made.factor)
+    factor = made.factor
+    if grad is not None:
+        above = grad.to(wide_of(hidden)).reshape(1)
+        factor = above if factor is None else above * factor
     of_weight = factor if made.weight_scale == 1.0 or factor is None else factor / made.weight_scale
     return (
         _finished(made.hidden, hidden, factor, functional),
@@ -799,6 +813,7 @@ _SCHEMA = (
     "float label_smoothing, float z_loss, float softcap, bool wide_weight_grad, int workspace, bool checked, "
     "bool return_lse, bool[] wants"
 )
+_OF_LOSS = ("ignore_index", "reduction", "label_smoothing", "z_loss", "softcap", "wide_weight_grad", "workspace")
 _FORWARD = "linear_cross_entropy_forward"
 _BACKWARD = "linear_cross_entropy_backward"
 LIBRARY.define(f"{_FORWARD}({_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
@@ -806,8 +821,10 @@ LIBRARY.define(f"{_BACKWARD}({_SCHEMA}, Tensor lse, Tensor? grad_loss, Tensor? g
 
 
 def _loss_of(weight: Tensor, plain: tuple[Any, ...]) -> tuple[Loss, bool, tuple[bool, bool, bool]]:
-    *rest, workspace, checked, return_lse, wants = plain
-    return Loss(*rest, workspace, 0, int(weight.shape[0]), checked), return_lse, tuple(wants)
+    *of_loss, checked, return_lse, wants = plain
+    named: dict[str, Any] = dict(zip(_OF_LOSS, of_loss, strict=True))
+    how = Loss(**named, first_class=0, classes=int(weight.shape[0]), checked=checked)
+    return how, return_lse, tuple(wants)
 
 
 def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
@@ -818,6 +835,8 @@ def _forward_op(hidden, weight, target, bias, class_weight, *plain):
     how, _, wants = _loss_of(weight, plain)
     wants = (False, False, False) if how.reduction == "none" else wants
     loss, lse, made = _passes(how, hidden, weight, target, bias, class_weight, wants)
+    assert loss is not None
+    assert lse is not None
     if made.weight is not None and hidden.dtype != torch.float16:
         made.weight = made.weight.to(weight.dtype)
     scale = torch.ones(2, dtype=lse.dtype, device=lse.device)
@@ -847,8 +866,8 @@ def _forward_fake(hidden, weight, target, bias, class_weight, *plain):
 
 
 def _backward_op(hidden, weight, target, bias, class_weight, *plain):
-    *plain, lse, grad_loss, grad_lse = plain
-    how, _, wants = _loss_of(weight, tuple(plain))
+    lse, grad_loss, grad_lse = plain[-3:]
+    how, _, wants = _loss_of(weight, plain[:-3])
     how = replace(how, checked=False)
     _, _, made = _passes(how, hidden, weight, target, bias, class_weight, wants, lse, (grad_loss, grad_lse))
     of_hidden, of_weight, of_bias = _finish(made, hidden, weight, None)
@@ -962,8 +981,8 @@ def linear_cross_entropy(
         accumulate_into_grad: the weight's gradient is added to an existing ``weight.grad`` in the backward pass, and no
             second one is made; the logits are computed twice for it. Not with float16, hooks on weight, or
             torch.compile.
-        max_workspace_bytes: memory for logits; one row is always made. Of a vocabulary that is spread, for an even share
-            of it; the same number on every rank.
+        max_workspace_bytes: memory for logits; one row is always made. Of a vocabulary that is spread, for an even
+            share of it; the same number on every rank.
         checked: wait for the device and raise where a target is no class. On the CPU that is always so.
         process_group: weight, bias and class_weight are this rank's slice of a vocabulary spread over the group; hidden
             and target are the same on every rank. So are the results, and the gradient of hidden.
