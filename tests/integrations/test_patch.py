@@ -916,3 +916,89 @@ def test_the_families_that_the_documentation_names_are_tested():
     assert {(family, int(fused) * 2, gated) for family, fused, gated in named} == {
         (family, FUSED, "geglu" if "geglu" in ops else "swiglu") for family, (_, _, ops) in FAMILIES.items()
     }
+
+
+# ---- the head and the loss -------------------------------------------------------------------------------------------
+
+HEAD = ["linear_cross_entropy"]
+
+
+def loss_and_gradients(model, **named) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    ids = tokens(next(model.parameters()).device)
+    labels = ids.clone()
+    labels[0, :3] = -100
+    out = model(input_ids=ids, labels=labels, **named)
+    out.loss.backward()
+    return {"loss": out.loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
+
+
+@every_dtype
+@every_family
+def test_head_and_loss_in_training_are_as_near_to_float64_as_the_model_was(family, dtype, device):
+    model = make(family, dtype, device).train()
+    truth = loss_and_gradients(copy.deepcopy(model).double())
+    eager = loss_and_gradients(model)
+    assert quietly(model, ops=HEAD).ops == {"linear_cross_entropy": 1}
+    patched = loss_and_gradients(model)
+    assert calls()["cross_entropy_chunk_"] == 1
+    assert patched.keys() == truth.keys()
+    if dtype == torch.float32:
+        for name in truth:
+            assert distance(patched[name], truth[name]) < 1e-4, name
+    else:
+        far = {name: (distance(patched[name], truth[name]), distance(eager[name], truth[name])) for name in truth}
+        assert rms(ours for ours, _ in far.values()) <= 1.1 * rms(theirs for _, theirs in far.values())
+
+
+def test_a_number_of_items_and_shifted_labels_are_those_of_the_loss(device):
+    model = make(device=device).train()
+    shifted = torch.roll(tokens(device), -2, 1)
+    every = ({"num_items_in_batch": 5}, {"num_items_in_batch": torch.tensor(7)}, {"shift_labels": shifted})
+    wants = [loss_and_gradients(model, **named) for named in every]
+    quietly(model, ops=HEAD)
+    for named, want in zip(every, wants, strict=True):
+        got = loss_and_gradients(model, **named)
+        assert calls()["cross_entropy_chunk_"] == 1
+        prequal.reset_stats()
+        for name in want:
+            torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-6)
+
+
+def test_logits_are_there_where_they_are_asked_for(device):
+    model = make(device=device)
+    ids = tokens(device)
+    want = logits(model)
+    quietly(model, ops=HEAD)
+    assert torch.equal(logits(model), want)
+    assert torch.equal(model(input_ids=ids, labels=ids).logits, want)  # in evaluation
+    model.train()
+    assert torch.equal(model(input_ids=ids).logits, want)
+    out = model(input_ids=ids, labels=ids)
+    assert out.logits is None
+    assert out.loss.requires_grad
+
+
+def test_the_head_and_the_loss_are_left_where_nobody_asks_for_them():
+    model = make()
+    assert "linear_cross_entropy" not in quietly(model).ops
+    assert quietly(model, ops=[*HEAD, "rope"]).ops == {"linear_cross_entropy": 1, "rope": 2}
+    prequal.unpatch(model)
+    assert type(model) is llama.LlamaForCausalLM
+
+
+def test_another_loss_or_head_goes_the_way_it_went(device):
+    model = make(device=device).train()
+    quietly(model, ops=HEAD)
+    ids = tokens(device)
+
+    def half(logits, labels, vocab_size, **kwargs):
+        return 0.5 * logits.sum()
+
+    model.loss_function = half
+    assert model(input_ids=ids, labels=ids).logits is not None
+    assert needs("cross_entropy_chunk_") == {forwards.LOSS}
+    prequal.reset_stats()
+    model.lm_head.register_forward_hook(lambda module, args, out: out)
+    assert model(input_ids=ids, labels=ids).logits is not None
+    assert needs("cross_entropy_chunk_") == {forwards.BARE}

@@ -18,17 +18,18 @@ from prequal import runtime_state as state
 from prequal.registry import OPS
 from prequal.runtime.reasons import unsupported
 
-from .recognise import NormForm
+from .recognise import NormForm, is_causal_loss
 
 Forward = Callable[..., Any]
 
 # Needs of a patched module's calls, besides those of the op itself
-ALIKE, BARE, SAME, LAYOUT = "alike", "bare", "same_module", "layout"
+ALIKE, BARE, SAME, LAYOUT, LOSS = "alike", "bare", "same_module", "layout", "loss"
 NEEDS = {
     ALIKE: "operands of one dtype, shape and device, and no subclass of Tensor: torch promotes, or has other rules",
     BARE: "no hooks on the norm or the activation, and no forward on its instance: a fused call would pass them by",
     SAME: "the norm or the activation that was there when the model was patched",
-    LAYOUT: "q and k of [batch, heads, tokens, D] and tables of [batch, tokens, D]",
+    LAYOUT: "q and k of [batch, heads, tokens, D] and tables of [batch, tokens, D]; labels of the hidden states' shape",
+    LOSS: "the causal-LM loss of transformers, of all of the head's classes",
 }
 
 
@@ -183,6 +184,45 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, exact_rounding: bool) -
         q, k = prequal.rope(q, k, cos, sin, exact_rounding=exact_rounding)
         q, k = q.unflatten(0, rows), k.unflatten(0, rows)
     return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def head_loss(
+    model: Any, head: Any, hidden: Tensor, labels: Tensor | None, named: dict[str, Any], is_capped: bool
+) -> Tensor | None:
+    """The loss of a causal language model in training, without its logits; None where they are asked for."""
+    if labels is None or not model.training:
+        return None
+    shifted = named.get("shift_labels")
+    if shifted is None:
+        ignored = named.get("ignore_index", -100)
+        shifted = nn.functional.pad(labels, (0, 1), value=ignored)[..., 1:]
+    need = None
+    if type(head) is not nn.Linear:
+        need = SAME
+    elif not is_bare(head):
+        need = BARE
+    elif not (torch.is_autocast_enabled(hidden.device.type) or alike(hidden, head.weight)):
+        need = ALIKE
+    elif shifted.shape != hidden.shape[:-1]:
+        need = LAYOUT
+    elif head.out_features != model.config.vocab_size or not is_causal_loss(model.loss_function):
+        need = LOSS
+    if need is not None:
+        detoured("cross_entropy_chunk_", hidden, need)
+        return None
+    items = named.get("num_items_in_batch")
+    loss: Tensor = prequal.linear_cross_entropy(
+        hidden,
+        head.weight,
+        shifted.to(hidden.device),
+        bias=head.bias,
+        ignore_index=named.get("ignore_index", -100),
+        reduction="mean" if items is None else "sum",
+        softcap=model.config.final_logit_softcapping if is_capped else None,
+    )
+    if items is None:
+        return loss
+    return loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
 
 
 # ---- activations -----------------------------------------------------------------------------------------------------

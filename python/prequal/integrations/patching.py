@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -34,6 +34,8 @@ from .recognise import (
 logger = logging.getLogger("prequal")
 
 OPS = ("rms_norm", "fused_add_rms_norm", "swiglu", "geglu", "rope")
+HEAD_LOSS = "linear_cross_entropy"  # only where it is asked for: a model in training then returns no logits
+KNOWN = (*OPS, HEAD_LOSS)
 NOTHING = "nothing that these ops compute"
 TORCHS_NORM = "a norm of torch's own: only the code of transformers' models is replaced"
 TABLES = "it computes the tables of the rotation, which is replaced where they are used"
@@ -104,6 +106,8 @@ def _rewritten_forward(cls: Any, recipe: Recipe) -> Callable[..., Any]:
         original = innermost(cls.forward).__globals__[ROTARY]  # type: ignore[attr-defined]
         check_rotation(original)
         helpers["prequal_rotary"] = forwards.rotary(original, recipe.exact_rounding)
+    if recipe.steps.head_loss:
+        helpers["prequal_head_loss"] = forwards.head_loss
     return rewritten(cls, recipe.steps, helpers)
 
 
@@ -240,6 +244,8 @@ def _plan_steps(module: Any, cls: type, wanted: frozenset[str], exact_rounding: 
         steps = steps_of(cls)
     except Unrecognised as error:
         return _left(cls, str(error) if looks_known else NOTHING)
+    if steps.head_loss and HEAD_LOSS not in wanted:
+        steps = replace(steps, head_loss=None)
     if not steps:
         return _left(cls, "its forward has no step of a form that is known" if looks_known else NOTHING)
 
@@ -271,6 +277,8 @@ def _plan_steps(module: Any, cls: type, wanted: frozenset[str], exact_rounding: 
             reasons.append(f"no op for the activation {type(activation).__name__}")
         elif not take(kind.partition(" ")[0]):
             kind = None
+    if steps.head_loss:
+        take(HEAD_LOSS)
     rotates = steps.rotates
     if rotates:
         try:
@@ -282,7 +290,7 @@ def _plan_steps(module: Any, cls: type, wanted: frozenset[str], exact_rounding: 
 
     recipe = Recipe(
         exact_rounding,
-        steps=Steps(tuple(norms), gated if kind else None, rotates),
+        steps=Steps(tuple(norms), gated if kind else None, rotates, steps.head_loss),
         norms=tuple(norms.values()),
         kind=kind or "",
         activation=type(getattr(module, gated[0])) if gated and kind else None,
@@ -311,7 +319,9 @@ def patch(
 
     Args:
         model: anything with such modules in it: a model, one layer, DataParallel of a model.
-        ops: which of rms_norm, fused_add_rms_norm, swiglu, geglu, rope; default: all of them.
+        ops: which of rms_norm, fused_add_rms_norm, swiglu, geglu, rope; default: all of them. Also
+            linear_cross_entropy, for the head and the loss of a causal language model: called with labels in training
+            mode, the model then returns its loss and, in the place of logits, None.
         exact_rounding: keep the roundings between steps that the model's code has: its bits, for less accuracy.
         verbose: print the report.
 
@@ -331,7 +341,7 @@ def patch(
         title, tuple(entry for entry in entries if entry.ops), tuple(entry for entry in entries if not entry.ops)
     )
     if not report.replaced:
-        asked = "" if wanted == frozenset(OPS) else f" for {', '.join(op for op in OPS if op in wanted)}"
+        asked = "" if wanted == frozenset(OPS) else f" for {', '.join(op for op in KNOWN if op in wanted)}"
         raise ValueError(
             f"model: expected modules of transformers' Llama family (Llama, Qwen, Mistral, Gemma) with something "
             f"to replace{asked}, got none in {type(model).__name__}\n{report}"
@@ -387,8 +397,8 @@ def _wanted(ops: Iterable[str] | None) -> frozenset[str]:
         raise TypeError(f"ops: expected names of ops in a list, got the text {ops!r}")
     wanted = list(ops)
     for name in wanted:
-        if name not in OPS:
-            near = difflib.get_close_matches(str(name), OPS, n=1, cutoff=0.4)
+        if name not in KNOWN:
+            near = difflib.get_close_matches(str(name), KNOWN, n=1, cutoff=0.4)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"ops: expected names out of {', '.join(OPS)}, got {name!r}{hint}")
+            raise ValueError(f"ops: expected names out of {', '.join(KNOWN)}, got {name!r}{hint}")
     return frozenset(wanted)

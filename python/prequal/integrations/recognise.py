@@ -196,9 +196,10 @@ class Steps:
     add_norms: tuple[str, ...] = ()  # norms that directly follow a residual add
     gated: tuple[str, str, str] | None = None  # activation, gate projection, up projection
     rotates: bool = False  # calls apply_rotary_pos_emb
+    head_loss: str | None = None  # the attribute of the head, whose logits the loss is of
 
     def __bool__(self) -> bool:
-        return bool(self.add_norms or self.gated or self.rotates)
+        return bool(self.add_norms or self.gated or self.rotates or self.head_loss)
 
     def __le__(self, other: Steps) -> bool:
         """Whether the other has all of these."""
@@ -206,6 +207,7 @@ class Steps:
             set(self.add_norms) <= set(other.add_norms)
             and self.gated in (None, other.gated)
             and self.rotates <= other.rotates
+            and self.head_loss in (None, other.head_loss)
         )
 
 
@@ -297,6 +299,7 @@ def _replace(node: ast.FunctionDef, wanted: Steps) -> Steps:
             statements = getattr(parent, name, None)
             if isinstance(statements, list):
                 add_norms += _replace_add_norms(statements, wanted.add_norms)
+    head = _replace_head_loss(node.body, wanted.head_loss)
     products = _Products(wanted.gated)
     products.visit(node)
     rotations = [name for name in _all(node.body, ast.Name) if name.id == ROTARY]
@@ -304,7 +307,7 @@ def _replace(node: ast.FunctionDef, wanted: Steps) -> Steps:
     if rotates and wanted.rotates:
         for name in rotations:
             name.id = "prequal_rotary"
-    return Steps(tuple(add_norms), products.found[0] if len(products.found) == 1 else None, rotates)
+    return Steps(tuple(add_norms), products.found[0] if len(products.found) == 1 else None, rotates, head)
 
 
 def _replace_add_norms(statements: list[ast.stmt], wanted: tuple[str, ...]) -> list[str]:
@@ -347,6 +350,113 @@ def _add_norm(add: ast.stmt, keep: ast.stmt, norm: ast.stmt) -> tuple[str, str, 
         ) if residual != total and {left, right} == {total, residual} and kept == target == argument == total:
             return total, residual, attribute
     return None
+
+
+# The capping of logits that may stand between the head and the loss
+CAPPING = """
+if self.config.final_logit_softcapping is not None:
+    logits = logits / self.config.final_logit_softcapping
+    logits = torch.tanh(logits)
+    logits = logits * self.config.final_logit_softcapping
+"""
+_CAPPING = ast.dump(ast.parse(CAPPING).body[0])
+
+
+def _replace_head_loss(statements: list[ast.stmt], wanted: str | None) -> str | None:
+    """`logits = self.head(e)`, perhaps capped, `loss = None`, `if labels is not None: loss = self.loss_function(...)`.
+
+    Before them comes a call that may give the loss; they stay as they are for where it gives none.
+    """
+    for i in range(len(statements)):
+        match statements[i]:
+            case ast.Assign(
+                targets=[ast.Name(id="logits")],
+                value=ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=head), args=[hidden], keywords=[]),
+            ):
+                break
+    else:
+        return None
+    end = i + 1
+    is_capped = end < len(statements) and ast.dump(statements[end]) == _CAPPING
+    end += is_capped
+    if end + 1 >= len(statements) or ast.unparse(statements[end]) != "loss = None":
+        return None
+    match statements[end + 1]:
+        case ast.If(
+            test=ast.Compare(left=ast.Name(id="labels"), ops=[ast.IsNot()], comparators=[ast.Constant(value=None)]),
+            body=[
+                ast.Assign(
+                    targets=[ast.Name(id="loss")],
+                    value=ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr="loss_function")) as call,
+                )
+            ],
+            orelse=[],
+        ) if _is_loss_of_logits(call):
+            if wanted == head:
+                more = next((ast.unparse(k.value) for k in call.keywords if k.arg is None), "{}")
+                text = (
+                    f"loss = prequal_head_loss(self, self.{head}, {ast.unparse(hidden)}, labels, {more}, {is_capped})\n"
+                    "logits = None\nif loss is None:\n    pass"
+                )
+                made = ast.parse(text).body
+                for part in (part for new in made for part in ast.walk(new)):
+                    ast.copy_location(part, statements[i])
+                assert isinstance(made[-1], ast.If)
+                made[-1].body = statements[i : end + 2]
+                statements[i : end + 2] = made
+            return head
+    return None
+
+
+def _is_loss_of_logits(call: ast.Call) -> bool:
+    """`self.loss_function(logits, labels, vocab_size, **kwargs)`, by position or by name."""
+    names = ["logits", "labels", "vocab_size"]
+    given = dict(zip(names, call.args, strict=False)) | {k.arg: k.value for k in call.keywords if k.arg is not None}
+    sizes = ("self.config.vocab_size", "self.vocab_size")
+    return (
+        set(given) == set(names)
+        and [ast.unparse(given[name]) for name in names[:2]] == names[:2]
+        and ast.unparse(given["vocab_size"]) in sizes
+    )
+
+
+CAUSAL_LOSS = """
+def loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
+    logits = logits.float()
+    if shift_labels is None:
+        labels = nn.functional.pad(labels, (0, 1), value=ignore_index)
+        shift_labels = labels[..., 1:].contiguous()
+    logits = logits.view(-1, vocab_size)
+    shift_labels = shift_labels.view(-1)
+    shift_labels = shift_labels.to(logits.device)
+    loss = fixed_cross_entropy(logits, shift_labels, num_items_in_batch, ignore_index, **kwargs)
+    return loss
+"""
+FIXED_CROSS_ENTROPY = """
+def fixed_cross_entropy(source, target, num_items_in_batch=None, ignore_index=-100, **kwargs):
+    reduction = "sum" if num_items_in_batch is not None else "mean"
+    loss = nn.functional.cross_entropy(source, target, ignore_index=ignore_index, reduction=reduction)
+    if reduction == "sum":
+        if torch.is_tensor(num_items_in_batch):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        loss = loss / num_items_in_batch
+    return loss
+"""
+_CAUSAL_LOSS, _FIXED_CROSS_ENTROPY = _form(CAUSAL_LOSS), _form(FIXED_CROSS_ENTROPY)
+
+
+def is_causal_loss(function: Any) -> bool:
+    """Whether it is the mean, or the sum over a number of items, of the cross-entropy of shifted labels."""
+    try:
+        return _is_causal_loss(function)
+    except (Unrecognised, TypeError):
+        return False
+
+
+@remembered
+def _is_causal_loss(function: Any) -> bool:
+    inner: Any = getattr(function, "__globals__", {}).get("fixed_cross_entropy")
+    return canonical(parsed(function)) == _CAUSAL_LOSS and canonical(parsed(inner)) == _FIXED_CROSS_ENTROPY
 
 
 class _Products(ast.NodeTransformer):
