@@ -1,4 +1,4 @@
-// Of rows of logits: max, sum of exponentials, target and weighted sum (stats), and the gradient in their place.
+// Of rows of logits: max, sum of exponentials, target and weighted mean (stats), and the gradient in their place.
 // logits [n, V], target [n], coefficients [n, 4], class_weight [V], stats [n, 4].
 // A block owns a row and walks it once (stats, gradient) or twice (both): the second walk begins where the first ended.
 // Bytes: n V sizeof(T) for each read and each write; of both, the second read is the L2's while all rows in flight fit.
@@ -185,7 +185,8 @@ __global__ void __launch_bounds__(most_threads) rows_kernel(Chunk<T> chunk /*log
     lse = seen.largest + logf(seen.total);
     if (threadIdx.x == 0) {
       float* out = chunk.stats.at + row * chunk.stats.stride;
-      out[0] = seen.largest, out[1] = seen.total, out[2] = picked, out[3] = seen.weighted;
+      out[0] = seen.largest, out[1] = seen.total, out[2] = picked,
+      out[3] = seen.weighted / static_cast<float>(chunk.width);
     }
   } else {
     lse = chunk.lse[row];

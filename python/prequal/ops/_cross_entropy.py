@@ -51,8 +51,8 @@ def statistics(logits: Tensor, target: Tensor, class_weight: Tensor | None, firs
     largest = torch.where(total.isnan() & (largest != torch.inf), torch.nan, largest)
     place, inside = local_classes(target, first_class, z.shape[1])
     picked = torch.where(inside, z.gather(1, place.unsqueeze(1)).squeeze(1), 0.0)
-    weighted = (z if class_weight is None else z * class_weight).sum(1)
-    return torch.stack((largest, total, picked, weighted), 1)
+    mean = (z if class_weight is None else z * class_weight).mean(1)
+    return torch.stack((largest, total, picked, mean), 1)
 
 
 def logsumexp(stats: Tensor) -> Tensor:
