@@ -333,10 +333,9 @@ class Op:
             return self.packet.default.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
     def _no_gradient(self) -> str:
-        return (
-            f"{self.name}: writes into {' and '.join(self.mutates)} and has no gradient; "
-            f"call {self.name.removesuffix('_inplace').rstrip('_')}, or this under torch.no_grad()"
-        )
+        fresh = self.name.removesuffix("_inplace").rstrip("_")
+        instead = f"call {fresh}, or this under torch.no_grad()" if fresh in OPS else "call it under torch.no_grad()"
+        return f"{self.name}: writes into {' and '.join(self.mutates)} and has no gradient; {instead}"
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Any = None) -> None:
         outputs = (output,) if isinstance(output, Tensor) else tuple(output)

@@ -22,7 +22,7 @@ namespace {
 struct Unit : FileOf<"linear_cross_entropy"> {};
 
 constexpr int most_threads = 1024;
-constexpr int items = 4;  // 16-byte accesses that a thread has on their way
+constexpr int most_items = 4;  // 16-byte accesses that a thread has on their way
 constexpr float log2_e = 1.4426950408889634f;
 constexpr float minus_infinity = -INFINITY;
 
@@ -151,6 +151,7 @@ __device__ __forceinline__ Packet<T> gradient_of(const Packet<T>& packet, int co
 template <bool Stats, bool Gradient, bool Capped, bool Ragged, class T>
 __global__ void __launch_bounds__(most_threads) rows_kernel(Chunk<T> chunk /*logits [n, V]*/) {
   constexpr int N = widest<T>;
+  constexpr int items = Capped ? 2 : most_items;  // four leave sm_80 too few of the 64 registers for tanh
   const int64_t row = blockIdx.x;
   T* logits = chunk.logits + row * chunk.stride;
   const int64_t local = chunk.target[row] - chunk.first_class;  // wraps for no target that is a class
@@ -213,7 +214,7 @@ __global__ void __launch_bounds__(most_threads) rows_kernel(Chunk<T> chunk /*log
 
 // A block takes pieces of `piece` values; all of them begin alike in their first word.
 template <class T>
-constexpr int piece = 256 * items * widest<T>;
+constexpr int piece = 256 * most_items * widest<T>;
 
 template <bool Ragged, class T>
 __global__ void __launch_bounds__(256) scale_kernel(T* x /*[numel]*/, int64_t numel, const float* factor /*[1]*/) {
@@ -223,14 +224,14 @@ __global__ void __launch_bounds__(256) scale_kernel(T* x /*[numel]*/, int64_t nu
   for (int64_t begin = static_cast<int64_t>(blockIdx.x) * piece<T>; begin < numel;
        begin += static_cast<int64_t>(gridDim.x) * piece<T>) {
     const int width = static_cast<int>(numel - begin < piece<T> ? numel - begin : piece<T>);
-    Packet<T> packets[items];
+    Packet<T> packets[most_items];
 #pragma unroll
-    for (int item = 0; item < items; ++item) {
+    for (int item = 0; item < most_items; ++item) {
       packets[item] = load_packet<Ragged>(static_cast<const T*>(x + begin),
                                           (item * 256 + static_cast<int>(threadIdx.x)) * N, width);
     }
 #pragma unroll
-    for (int item = 0; item < items; ++item) {
+    for (int item = 0; item < most_items; ++item) {
       float value[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) value[i] = packets[item][i] * by;
@@ -321,7 +322,7 @@ void run(const Context& context, const Chunk<T>& chunk, int64_t rows) {
   if (rows == 0) return;
   const int64_t accesses = (chunk.width + widest<T> - 1) / widest<T>;
   const dim3 grid(static_cast<unsigned>(rows)),
-      block(std::clamp(whole_warps((accesses + items - 1) / items), 32, most_threads));
+      block(std::clamp(whole_warps((accesses + most_items - 1) / most_items), 32, most_threads));
   const auto start = [&]<bool Capped>() {
     if (aligned(chunk.logits, rows > 1 ? chunk.stride * sizeof(T) : 0, 16) && chunk.width % widest<T> == 0) {
       launch<rows_kernel<Stats, Gradient, Capped, false, T>>(context, grid, block, chunk);

@@ -562,7 +562,7 @@ def test_a_wrong_call_names_the_argument(change, kind, match):
 # ---- chunks ----------------------------------------------------------------------------------------------------------
 
 
-def test_chunks_fit_the_workspace_and_are_of_nearly_one_size():
+def test_chunks_fit_the_workspace_and_are_as_few_as_it_allows():
     for tokens, classes, itemsize, budget in itertools.product(
         (0, 1, 127, 128, 129, 8192, 10_007), (1, 7, 32_000, 131_072, 262_147), (2, 4, 8), (1, 2**20, 2**28, 2**40)
     ):
@@ -570,15 +570,19 @@ def test_chunks_fit_the_workspace_and_are_of_nearly_one_size():
         row = ce.row_elements(classes, itemsize) * itemsize
         assert row % 16 == 0
         assert classes * itemsize <= row < classes * itemsize + 16
-        assert rows <= tokens
         assert rows * row <= budget or rows <= 1
-        if tokens:
-            fewest = -(-tokens // max(1, budget // row))
-            assert -(-tokens // rows) == fewest, "no more chunks than the workspace asks for"
+        found = ce.chunks(tokens, rows)
+        assert [i for begin, end in found for i in range(begin, end)] == list(range(tokens))
+        assert len(found) == -(-tokens // max(1, budget // row)), "no more chunks than the workspace asks for"
+        sizes = [end - begin for begin, end in found]
+        assert all(size == rows for size in sizes[1:])
+        assert all(0 < size <= rows for size in sizes[:1])
 
 
-def test_the_shape_of_the_bar_has_eight_chunks():
-    assert ce.chunk_rows(8192, 131_072, 2, ce.WORKSPACE_BYTES) == 1024
+def test_the_logits_of_the_bar_have_eight_chunks_in_less_than_300_megabytes():
+    rows = ce.chunk_rows(8192, 131_072, 2, ce.WORKSPACE_BYTES)
+    assert len(ce.chunks(8192, rows)) == 8
+    assert rows * 131_072 * 2 < 299e6
 
 
 # ---- the vocabulary spread over ranks --------------------------------------------------------------------------------

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Logits and their gradient lie in one buffer. 256 MiB are 1,024 rows of 131,072 classes in a half: few chunks, each of
-# them large enough for a matrix product.
-WORKSPACE_BYTES = 256 * 2**20
-TILE = 128  # rows of a matrix product's tile
+# Logits and their gradient lie in one buffer. 284 MiB are 1,136 rows of 131,072 classes in a half: few chunks, each
+# large enough for a matrix product, in less than 300 MB.
+WORKSPACE_BYTES = 284 * 2**20
 
 
 def row_elements(classes: int, itemsize: int) -> int:
@@ -18,17 +17,25 @@ def row_elements(classes: int, itemsize: int) -> int:
 
 
 def chunk_rows(tokens: int, classes: int, itemsize: int, max_workspace_bytes: int) -> int:
-    """Rows of logits in one chunk: as many as the workspace holds, at least one, in chunks of nearly one size.
+    """Rows of logits in the largest chunk: as many as the workspace holds, at least one; of many, a multiple of 16
+    where that makes no more chunks.
 
     Pure: of these four numbers alone.
     """
     most = max(1, max_workspace_bytes // max(1, row_elements(classes, itemsize) * itemsize))
     if tokens <= most:
         return tokens
-    chunks = -(-tokens // most)
-    even = -(-tokens // chunks)
-    tiles = -(-even // TILE) * TILE
-    return tiles if tiles <= most else even
+    whole = most // 16 * 16
+    return whole if whole and -(-tokens // whole) == -(-tokens // most) else most
+
+
+def chunks(tokens: int, rows: int) -> list[tuple[int, int]]:
+    """(begin, end) of each, `rows` long. What is left over comes first: the gradient of the weight is rounded at every
+    chunk, by as much as has been added up, and so by less."""
+    if tokens == 0:
+        return []
+    first = (tokens - 1) % rows + 1
+    return [(0, first), *((begin, begin + rows) for begin in range(first, tokens, rows))]
 
 
 def capped(z: Tensor, softcap: float) -> Tensor:

@@ -648,8 +648,7 @@ def _passes(
     product = weight.t()
     first = into is None
     with _NoAutocast(hidden.device):
-        for begin in range(0, tokens, max(rows, 1)):
-            end = min(begin + rows, tokens)
+        for begin, end in ce.chunks(tokens, rows):
             x, y, logits = hidden[begin:end], target[begin:end], buffer[: end - begin]
             if bias is None:
                 torch.mm(x, product, out=logits)
