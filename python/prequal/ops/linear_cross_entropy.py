@@ -125,6 +125,9 @@ def samples(pick, weighs=True):
             if not weighs:
                 continue
             one = chunk(device, 6, 260, dtype)
+            one.logits[1, 77], one.logits[5, 0] = torch.nan, -torch.inf  # rows that are ignored
+            yield Sample(f"{name} not finite, ignored", pick(one, None))
+            one = chunk(device, 6, 260, dtype)
             yield Sample(f"{name} weights", pick(one, one.class_weight))
             yield Sample(f"{name} softcap", pick(one, None), {"softcap": 2.5})
             yield Sample(f"{name} a slice", pick(one, one.class_weight), {"first_class": 100, "softcap": 30.0})
@@ -857,6 +860,8 @@ def _shapes_of(hidden, weight, bias, how, wants, wide):
 
 def _forward_fake(hidden, weight, target, bias, class_weight, *plain):
     how, _, wants = _loss_of(weight, plain)
+    numbers = (how.ignore_index, how.reduction, how.label_smoothing, how.z_loss, how.softcap or None, how.workspace)
+    _check(hidden, weight, target, bias, class_weight, *numbers, None)
     wide = wide_of(hidden)
     lse = hidden.new_empty(hidden.shape[:1], dtype=wide)
     loss = lse if how.reduction == "none" else lse.new_empty(())
