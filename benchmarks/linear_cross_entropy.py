@@ -62,6 +62,7 @@ def candidates() -> dict[str, Loss | str]:
     return {
         "prequal": ours,
         "prequal, float32 sums": partial(ours, weight_grad_dtype=torch.float32),
+        "prequal, 128 MiB": partial(ours, max_workspace_bytes=2**27),
         "prequal, 512 MiB": partial(ours, max_workspace_bytes=2**29),
         "prequal, 4 MiB": partial(ours, max_workspace_bytes=2**22),
         "torch eager, fp32 logits": eager_wide,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Logits and their gradient lie in one buffer. 284 MiB are 1,136 rows of 131,072 classes in a half: few chunks, each
-# large enough for a matrix product, in less than 300 MB.
+# Logits and their gradient lie in one buffer, of less than 300 MB. 8,192 rows of 131,072 classes in a half are eight
+# chunks of 1,024 then: of 1,136, the most that fit, there would be as many, one of 240 and none of whole tiles.
 WORKSPACE_BYTES = 284 * 2**20
 
 
@@ -17,16 +17,20 @@ def row_elements(classes: int, itemsize: int) -> int:
 
 
 def chunk_rows(tokens: int, classes: int, itemsize: int, max_workspace_bytes: int) -> int:
-    """Rows of logits in the largest chunk: as many as the workspace holds, at least one; of many, a multiple of 16
-    where that makes no more chunks.
+    """Rows of logits in the largest chunk: as few chunks as the workspace allows, at least a row each, of like size;
+    of whole tiles of 128 rows, or of 16, where that still fits.
 
     Pure: of these four numbers alone.
     """
     most = max(1, max_workspace_bytes // max(1, row_elements(classes, itemsize) * itemsize))
     if tokens <= most:
         return tokens
-    whole = most // 16 * 16
-    return whole if whole and -(-tokens // whole) == -(-tokens // most) else most
+    alike = -(-tokens // -(-tokens // most))
+    for tile in (128, 16):
+        rows = -(-alike // tile) * tile
+        if rows <= most:
+            return rows
+    return alike
 
 
 def chunks(tokens: int, rows: int) -> list[tuple[int, int]]:
