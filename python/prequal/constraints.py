@@ -129,7 +129,7 @@ def has_shape(argument: str, x: Tensor, shape: Sequence[int | str], note: str = 
     open_ended = bool(shape) and shape[-1] == "..."
     wanted = shape[:-1] if open_ended else shape
     fits = x.dim() >= len(wanted) if open_ended else x.dim() == len(wanted)
-    if not fits or any(isinstance(w, int) and x.shape[i] != w for i, w in enumerate(wanted)):
+    if not fits or any(not isinstance(w, str) and x.shape[i] != w for i, w in enumerate(wanted)):
         text = ", ".join(str(w) for w in shape)
         raise ValueError(f"{argument}: expected shape [{text}]{note}, got {list(x.shape)}")
 

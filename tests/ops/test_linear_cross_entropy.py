@@ -267,6 +267,48 @@ def test_a_target_that_is_no_class_is_nan_where_nobody_looks(device, monkeypatch
         assert prequal.linear_cross_entropy(hidden, weight, at).isnan()
 
 
+@every_reduction
+@every_choice
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_neither_pass_looks_at_a_value_or_brings_one_from_the_host(dtype, choice, reduction, monkeypatch):
+    """On tensors that have no values; on a GPU either would wait for the device."""
+    module = __import__("sys").modules[prequal.linear_cross_entropy.__module__]
+
+    def from_the_host(*args, **kwargs):
+        raise AssertionError("a tensor made of a number of the host's")
+
+    named = chosen(choice, torch.device("cpu"), dtype=dtype)
+    how = module.Loss(
+        named.get("ignore_index", -100),
+        reduction,
+        named.get("label_smoothing", 0.0),
+        named.get("z_loss", 0.0),
+        named.get("softcap", 0.0),
+        False,
+        SMALL // 4,
+        0,
+        CLASSES,
+    )
+    hidden, weight, target, bias, class_weight = (
+        None if x is None else x.to("meta")
+        for x in (*data("cpu", dtype=dtype), named.get("bias"), named.get("class_weight"))
+    )
+    for name in ("tensor", "as_tensor", "from_numpy"):
+        monkeypatch.setattr(torch, name, from_the_host)
+    tensors = hidden, weight, target, bias, class_weight
+    wants = (True, True, bias is not None)
+    for wide in (False, True):
+        sums = module.replace(how, wide_weight_grad=wide)
+        loss, lse, made = module._passes(sums, *tensors, wants)
+        assert loss.shape == ((TOKENS,) if reduction == "none" else ())
+        if reduction != "none":
+            module._finish(made, hidden, weight, torch.empty_like(loss))
+        for of_loss, of_lse in ((torch.empty_like(loss), None), (None, torch.empty_like(lse))):
+            *_, made = module._passes(sums, *tensors, wants, lse, (of_loss, of_lse))
+            found = module._finish(made, hidden, weight, None)
+            assert [x.shape for x in found[:2]] == [hidden.shape, weight.shape]
+
+
 def test_classes_that_are_masked_by_minus_infinity(device):
     hidden, weight, target = data(device)
     bias = torch.zeros(CLASSES, device=device, dtype=F64)
@@ -335,6 +377,35 @@ def test_small_probabilities_survive_fp16(reduction, sums, device):
     )
     for a, b in zip(got[1:], truth[1:], strict=True):
         assert error(a, b) < 4e-3  # logits of fp16 near 2 are 2^-10 apart, and so are probabilities of themselves
+
+
+@pytest.mark.parametrize("sums", [None, torch.float32])
+def test_large_class_weights_are_within_fp16_where_their_gradients_are(sums, device):
+    hidden, weight, target = data(device, tokens=1100, width=16, classes=50, dtype=torch.float16)
+    class_weight = 1e5 * (1 + torch.rand(50, generator=torch.Generator().manual_seed(5), dtype=F64)).to(device)
+    upstream = torch.full((), 1e-5, device=device)
+    truth = with_gradients(
+        formula,
+        hidden.double(),
+        weight.double(),
+        target,
+        upstream=upstream.double(),
+        reduction="sum",
+        class_weight=class_weight,
+    )
+    got = with_gradients(
+        prequal.linear_cross_entropy,
+        hidden,
+        weight,
+        target,
+        upstream=upstream,
+        reduction="sum",
+        class_weight=class_weight,
+        weight_grad_dtype=sums,
+        max_workspace_bytes=256 * 56 * 2,
+    )
+    for a, b in zip(got[1:], truth[1:], strict=True):
+        assert error(a, b) < 4e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -439,6 +510,25 @@ def test_it_compiles_without_a_graph_break(reduction, backend, device):
         close([compiled(*inputs, **named)], [loss(*inputs, **named)])
 
 
+def test_one_graph_serves_every_number_of_tokens():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    loss = torch.compile(
+        lambda x, w, y: prequal.linear_cross_entropy(x, w, y, softcap=5.0),
+        fullgraph=True,
+        backend=counter,
+        dynamic=True,
+    )
+    compiled = set()
+    for tokens in (5, 9, 13, 20):
+        inputs = data(torch.device("cpu"), tokens=tokens)
+        close(with_gradients(loss, *inputs), with_gradients(lambda *args: formula(*args, softcap=5.0), *inputs))
+        compiled.add(counter.frame_count)
+    assert len(compiled) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_it_compiles_in_halves_with_lse(dtype, device):
     inputs = data(device, dtype=dtype)
@@ -501,6 +591,11 @@ def test_what_a_gradient_cannot_be_added_to_is_an_error(device):
     ):
         with pytest.raises(ValueError, match=match):
             prequal.linear_cross_entropy(hidden.to(made.dtype), made, target, accumulate_into_grad=True)
+    half = hidden.bfloat16(), weight.bfloat16().requires_grad_(), target
+    with pytest.raises(
+        ValueError, match="weight_grad_dtype: expected None with accumulate_into_grad, which adds in bf"
+    ):
+        prequal.linear_cross_entropy(*half, accumulate_into_grad=True, weight_grad_dtype=torch.float32)
     hooked = weight.clone().requires_grad_()
     hooked.register_hook(lambda grad: grad)
     with pytest.raises(ValueError, match="expected no hooks on weight"):
@@ -559,12 +654,22 @@ def test_a_wrong_call_names_the_argument(change, kind, match):
         prequal.linear_cross_entropy(**named)
 
 
+def test_a_wrong_dtype_is_an_error_under_autocast(device):
+    hidden, weight, target = data(device, dtype=torch.float32)
+    with torch.autocast(device.type, torch.bfloat16):
+        with pytest.raises(TypeError, match=r"weight: expected a floating dtype, got int64"):
+            prequal.linear_cross_entropy(hidden, weight.long(), target)
+        with pytest.raises(TypeError, match=r"weight: expected float64 like hidden, got float32"):
+            prequal.linear_cross_entropy(hidden.double(), weight, target)  # which autocast leaves alone
+
+
 def test_a_wrong_call_is_an_error_where_it_is_traced(device):
     hidden, weight, target = data(device)
     torch.compiler.reset()
     for named, match in (
         ({"reduction": "avg"}, "reduction: expected 'mean', 'sum' or 'none', got 'avg'"),
         ({"bias": torch.ones(7, device=device, dtype=F64)}, "bias: expected shape"),
+        ({"weight_grad_dtype": torch.float64}, "weight_grad_dtype: expected None or torch.float32"),
     ):
         call = torch.compile(lambda x: prequal.linear_cross_entropy(x, weight, target, **named), backend="eager")  # noqa: B023
         with pytest.raises(Exception, match=match):
@@ -587,14 +692,23 @@ def test_chunks_fit_the_workspace_and_are_as_few_as_it_allows():
         assert [i for begin, end in found for i in range(begin, end)] == list(range(tokens))
         assert len(found) == -(-tokens // max(1, budget // row)), "no more chunks than the workspace asks for"
         sizes = [end - begin for begin, end in found]
+        alike = -(-tokens // max(1, len(found)))
+        assert rows == alike or (rows % 16 == 0 and rows < alike + 128), "of like size, but for whole tiles"
         assert all(size == rows for size in sizes[1:])
         assert all(0 < size <= rows for size in sizes[:1])
 
 
 def test_the_logits_of_the_bar_have_eight_chunks_in_less_than_300_megabytes():
     rows = ce.chunk_rows(8192, 131_072, 2, ce.WORKSPACE_BYTES)
+    assert rows == 1024
     assert len(ce.chunks(8192, rows)) == 8
     assert rows * 131_072 * 2 < 299e6
+
+
+def test_four_mebibytes_hold_a_32nd_of_the_logits_of_512_tokens():
+    rows = ce.chunk_rows(512, 128_256, 2, 4 * 2**20)
+    assert rows == 16
+    assert 31 * rows * ce.row_elements(128_256, 2) <= 512 * 128_256
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
@@ -671,6 +785,51 @@ def test_a_captured_graph_replays_on_new_inputs(cuda):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(loss, prequal.linear_cross_entropy(hidden, weight, target))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sums", [None, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_captured_training_step_replays_on_new_inputs(dtype, sums, cuda):
+    hidden, weight, target = data(cuda, tokens=100, dtype=dtype)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    named = {"max_workspace_bytes": 30 * 48, "weight_grad_dtype": sums}
+
+    def step():
+        loss = prequal.linear_cross_entropy(hidden, weight, target, **named)
+        return (loss.detach(), *torch.autograd.grad(2 * loss, (hidden, weight)))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    with torch.no_grad():
+        hidden.copy_(hidden.flip(0).clone())
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(got, step(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_logits_of_512_tokens_take_a_31st_of_eagers(cuda):
+    hidden, weight, target = data(cuda, tokens=512, width=64, classes=128_256, dtype=torch.bfloat16)
+
+    def peak(call):
+        call()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+
+    ours = peak(lambda: prequal.linear_cross_entropy(hidden, weight, target, max_workspace_bytes=4 * 2**20))
+    assert 31 * ours <= peak(lambda: F.cross_entropy(F.linear(hidden, weight), target))
 
 
 @pytest.mark.gpu

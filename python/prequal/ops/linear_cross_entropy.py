@@ -541,7 +541,9 @@ class Tokens:
 
     def upstream(self, grad: Tensor | float) -> Tensor:
         """From the gradient of the result to that of each token's loss, [N]."""
-        each = torch.as_tensor(grad, dtype=self.weight.dtype, device=self.weight.device)
+        if not isinstance(grad, Tensor):  # filled in there: a copy of a number of the host's is waited for
+            grad = torch.full((), grad, dtype=self.weight.dtype, device=self.weight.device)
+        each = grad.to(self.weight.dtype)
         each = each if self.count is None else each / self.count
         return self.only(each.expand(self.weight.shape))
 
@@ -621,19 +623,17 @@ def _passes(
     if any(wants):
         of_loss, of_lse = grads or (None, None)
         upstream = of.upstream(1.0) if grads is None else of.upstream(0.0 if of_loss is None else of_loss)
+        coefficients = of.coefficients(upstream, of_lse)
         if hidden.dtype == torch.float16:
             # p / N is below fp16's smallest number, 6e-8, at sizes of every day: the gradient of the logits is computed
-            # for an upstream gradient of 1 at most, and the rest multiplied in at the end
-            peak = upstream.abs() if of_lse is None else torch.maximum(upstream.abs(), of_lse.abs())
-            peak = torch.nan_to_num(peak, posinf=torch.inf)
+            # from coefficients of 1 at most, and the rest multiplied in at the end
+            peak = torch.nan_to_num(coefficients.abs().flatten(), posinf=torch.inf)
             largest = torch.cat((peak, peak.new_zeros(1))).amax()
             made.factor = torch.where(largest > 0, largest, 1.0).reshape(1)
-            upstream = upstream / made.factor
-            of_lse = None if of_lse is None else of_lse / made.factor
+            coefficients = coefficients / made.factor
             if not chunks_are_wide:
                 # N rows of at most 1 each add up to 1024 at most, which leaves 64 for the hidden state below 65504
                 made.weight_scale = 1.0 / (1 << max(0, (tokens - 1) // 1024).bit_length())
-        coefficients = of.coefficients(upstream, of_lse)
         if wants[0]:
             made.hidden = hidden.new_empty((tokens, width))
         if wants[1]:
@@ -825,7 +825,7 @@ LIBRARY.define(f"{_BACKWARD}({_SCHEMA}, Tensor lse, Tensor? grad_loss, Tensor? g
 def _loss_of(weight: Tensor, plain: tuple[Any, ...]) -> tuple[Loss, bool, tuple[bool, bool, bool]]:
     *of_loss, checked, return_lse, wants = plain
     named: dict[str, Any] = dict(zip(_OF_LOSS, of_loss, strict=True))
-    how = Loss(**named, first_class=0, classes=int(weight.shape[0]), checked=checked)
+    how = Loss(**named, first_class=0, classes=weight.shape[0], checked=checked)
     return how, return_lse, tuple(wants)
 
 
@@ -861,7 +861,7 @@ def _shapes_of(hidden, weight, bias, how, wants, wide):
 def _forward_fake(hidden, weight, target, bias, class_weight, *plain):
     how, _, wants = _loss_of(weight, plain)
     numbers = (how.ignore_index, how.reduction, how.label_smoothing, how.z_loss, how.softcap or None, how.workspace)
-    _check(hidden, weight, target, bias, class_weight, *numbers, None)
+    _check(hidden, weight, target, bias, class_weight, *numbers)
     wide = wide_of(hidden)
     lse = hidden.new_empty(hidden.shape[:1], dtype=wide)
     loss = lse if how.reduction == "none" else lse.new_empty(())
@@ -984,7 +984,7 @@ def linear_cross_entropy(
             torch.float32, which takes 4 bytes an element of weight more while it runs.
         accumulate_into_grad: the weight's gradient is added to an existing ``weight.grad`` in the backward pass, and no
             second one is made; the logits are computed twice for it. Not with float16, hooks on weight, or
-            torch.compile.
+            torch.compile, and with weight_grad_dtype only where weight is of that dtype.
         max_workspace_bytes: memory for logits; one row is always made. Of a vocabulary that is spread, for an even
             share of it; the same number on every rank.
         checked: wait for the device and raise where a target is no class. On the CPU that is always so.
@@ -1008,16 +1008,16 @@ def linear_cross_entropy(
         TypeError, ValueError: an argument is not as above.
     """
     tensors = (hidden, weight, target, bias, class_weight)
-    if not torch.compiler.is_dynamo_compiling():
-        _check(
-            *tensors, ignore_index, reduction, label_smoothing, z_loss, softcap, max_workspace_bytes, weight_grad_dtype
-        )
-        for name, value in (
-            ("return_lse", return_lse),
-            ("checked", checked),
-            ("accumulate_into_grad", accumulate_into_grad),
-        ):
-            c.is_bool(name, value)
+    if not torch.compiler.is_dynamo_compiling():  # there the fake of the node does it
+        _check(*tensors, ignore_index, reduction, label_smoothing, z_loss, softcap, max_workspace_bytes)
+    for name, value in (
+        ("return_lse", return_lse),
+        ("checked", checked),
+        ("accumulate_into_grad", accumulate_into_grad),
+    ):
+        c.is_bool(name, value)
+    if weight_grad_dtype not in (None, torch.float32):
+        raise ValueError(f"weight_grad_dtype: expected None or torch.float32, got {weight_grad_dtype}")
     if process_group is None and vocabulary is not None:
         raise ValueError(f"vocabulary: expected None without a process_group, got {vocabulary}")
     first, classes = 0, weight.shape[0]
@@ -1045,7 +1045,7 @@ def linear_cross_entropy(
             hidden, weight = hidden.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
     if accumulate_into_grad:
-        _check_accumulation(weight)
+        _check_accumulation(weight, weight_grad_dtype)
     flat, target_flat = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long()
     if class_weight is not None:
         class_weight = class_weight.detach()
@@ -1110,7 +1110,12 @@ def _share(group: Any, own: int, vocabulary: tuple[int, int] | None) -> tuple[in
     return int(first), int(classes)
 
 
-def _check_accumulation(weight: Tensor) -> None:
+def _check_accumulation(weight: Tensor, sums: torch.dtype | None) -> None:
+    if sums is not None and weight.dtype != wide_of(weight):
+        raise ValueError(
+            f"weight_grad_dtype: expected None with accumulate_into_grad, which adds in {c.short(weight.dtype)}, "
+            f"got {sums}"
+        )
     if torch.is_grad_enabled() and weight.requires_grad:
         if not weight.is_leaf:
             raise ValueError(
@@ -1122,32 +1127,35 @@ def _check_accumulation(weight: Tensor) -> None:
             raise ValueError("accumulate_into_grad: expected no hooks on weight, which would not be called")
 
 
-def _check(
-    hidden, weight, target, bias, class_weight, ignore_index, reduction, smoothing, z_loss, softcap, workspace, dtype
-):
+def _check(hidden, weight, target, bias, class_weight, ignore_index, reduction, smoothing, z_loss, softcap, workspace):
     for name, value in (("hidden", hidden), ("weight", weight), ("target", target)):
         c.is_tensor(name, value)
     c.is_floating("hidden", hidden)
     if hidden.dim() == 0:
         raise ValueError("hidden: expected at least one dimension, got a 0-dimensional tensor")
-    c.has_shape("weight", weight, ("V", int(hidden.shape[-1])))
+    c.has_shape("weight", weight, ("V", hidden.shape[-1]))
     if weight.shape[0] == 0:
         raise ValueError("weight: expected at least one class, got shape " + str(list(weight.shape)))
-    autocast = hidden.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(hidden.device.type)
-    if not autocast:
+    kind = hidden.device.type
+    autocast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
+    if autocast:
+        c.is_floating("weight", weight)
+    else:
         c.same_dtype("weight", weight, "hidden", hidden)
     if target.dtype not in INTS:
         raise TypeError(f"target: expected int32 or int64, got {c.short(target.dtype)}")
-    c.has_shape("target", target, [int(n) for n in hidden.shape[:-1]])
+    c.has_shape("target", target, hidden.shape[:-1])
     if bias is not None:
         c.is_tensor("bias", bias)
-        c.has_shape("bias", bias, (int(weight.shape[0]),))
-        if not autocast:
+        c.has_shape("bias", bias, weight.shape[:1])
+        if autocast:
+            c.is_floating("bias", bias)
+        else:
             c.same_dtype("bias", bias, "hidden", hidden)
     if class_weight is not None:
         c.is_tensor("class_weight", class_weight)
         c.is_floating("class_weight", class_weight)
-        c.has_shape("class_weight", class_weight, (int(weight.shape[0]),))
+        c.has_shape("class_weight", class_weight, weight.shape[:1])
     c.same_device(hidden=hidden, weight=weight, target=target, bias=bias, class_weight=class_weight)
     c.in_range("ignore_index", ignore_index, -(2**63), 2**63 - 1)
     if reduction not in ("mean", "sum", "none"):
@@ -1162,5 +1170,3 @@ def _check(
         if not 0 < softcap < float("inf"):
             raise ValueError(f"softcap: expected None or a finite number > 0, got {softcap}")
     c.in_range("max_workspace_bytes", workspace, 1, 2**62)
-    if dtype not in (None, torch.float32):
-        raise ValueError(f"weight_grad_dtype: expected None or torch.float32, got {dtype}")
