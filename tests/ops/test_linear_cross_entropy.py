@@ -182,7 +182,7 @@ def test_leading_dimensions_are_kept(device):
     close([one], [want[0]])
 
 
-@pytest.mark.parametrize(("tokens", "classes"), [(1, 1), (1, 2), (7, 1), (127, 3), (5, 257), (64, 1031)])
+@pytest.mark.parametrize(("tokens", "classes"), [(1, 1), (1, 2), (7, 1), (127, 3), (5, 257), (64, 1031), (3, 262_147)])
 def test_sizes_that_divide_nothing(tokens, classes, device):
     inputs = data(device, tokens=tokens, classes=classes)
     for rows in (1, 3, tokens):
