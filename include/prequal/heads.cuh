@@ -1,7 +1,7 @@
 // Heads of tokens, normalised to length sqrt(D) and turned: y = R (x / |x| * gamma * sqrt(D)), and the gradient.
 //
-// A few lanes own a head, which stays in their registers; a thread takes the same lane of several heads of a token, so
-// that the token's angles are loaded or computed once for all of them. fp32 from the load to the store.
+// A few lanes own a head, which stays in their registers; a thread takes its columns of the head in several tokens. fp32
+// from the load to the store.
 #pragma once
 
 #include <algorithm>
@@ -228,46 +228,53 @@ __device__ __forceinline__ void gamma_of(float (&value)[widest<T>], const Gamma<
 template <class T, int Items, Turn turn>
 inline constexpr int least_blocks = Items == 2 && sizeof(T) == 2 ? (turn == Turn::coords ? 2 : 3) : 4;
 
-// AtOnce: heads of a token that a thread takes, all loaded before the first is used. What a thread has no head for it
-// computes like the others, out of zeros, and does not store. Offsets within a token fit in 32 bits: instructions, not
-// bytes, are what 64-bit addresses would make the limit.
+// A thread keeps its columns of one head, and so their gamma, for AtOnce tokens, all loaded before the first is used. The
+// angles of the block's tokens are in shared memory, computed or loaded once for all heads. Instructions, not bytes, are
+// what a kernel like this comes up against: 21 an element, counted, where a thread took heads of one token instead and
+// worked out the place and the gamma of each; so places are pointers that step, and divisions are multiplications.
 template <class T, bool Interleaved, int Items, Turn turn, int AtOnce>
 __global__ void __launch_bounds__(256, (least_blocks<T, Items, turn>))
-    norm_heads(const Forward<T> a, const HeadPlan plan) {
+    norm_heads(const Forward<T> a, const HeadPlan plan, uint32_t by_pairs /* inverse of D/2 */) {
   constexpr int N = widest<T>, pairs = pairs_of<T, Interleaved, Items>;
-  __shared__ float2 turns[turn == Turn::coords ? 256 * pairs : 1];  // of the block's tokens, D/2 each
+  extern __shared__ float4 shared[];  // cos, then sin, of the block's tokens, D/2 each
+  const int half = a.dim / 2, all_tokens = plan.tokens * AtOnce;
+  float* const cos_of = reinterpret_cast<float*>(shared);
+  float* const sin_of = cos_of + all_tokens * half;
   const int lane = threadIdx.x & (plan.lanes - 1), slot = threadIdx.x >> plan.lane_bits;
-  const int local = slot / plan.groups, group = blockIdx.y * plan.groups + slot - local * plan.groups;
-  const int64_t token = static_cast<int64_t>(blockIdx.x) * plan.tokens + local;
-  const bool here = local < plan.tokens && token < a.tokens && lane * N < a.dim / Items && group < plan.all_groups;
-  const int heads = here ? a.parts * a.heads : 0;
-  const auto head_of = [&](int i) { return i * plan.all_groups + group; };
-  const auto part_of = [&](int head) { return (head >= a.heads) + (head >= 2 * a.heads); };
-  const auto offset_of = [&](const auto& packed, int head) {
-    const int part = part_of(head);
-    return part * static_cast<int>(packed.part) + (head - part * a.heads) * static_cast<int>(packed.head);
-  };
+  const int local = quotient(slot, plan.inverse), head = blockIdx.y * plan.heads + slot - local * plan.heads;
+  const int part = (head >= a.heads) + (head >= 2 * a.heads), own = head - part * a.heads;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * all_tokens, left = a.tokens - first;
+  const bool works = local < plan.tokens && lane * N < a.dim / Items && head < a.parts * a.heads;
+  const int tokens =
+      works ? static_cast<int>(left < all_tokens ? left : all_tokens) : 0;  // token i: local + i * plan.tokens
 
   Packet<T> x[AtOnce][Items] = {};
-  const T* from = a.from.at + token * a.from.token + lane * N;
+  {
+    const T* from = a.from.of(first + local, part, own) + lane * N;
+    const int64_t step = plan.tokens * a.from.token;
 #pragma unroll
-  for (int i = 0; i < AtOnce; ++i) {
-    const int head = head_of(i), offset = offset_of(a.from, head);
+    for (int i = 0; i < AtOnce; ++i, from += step) {
 #pragma unroll
-    for (int item = 0; item < Items; ++item) {
-      if (head < heads) x[i][item] = load_packet<false>(from + offset, item * (a.dim / 2), a.dim);
+      for (int item = 0; item < Items; ++item) {
+        if (local + i * plan.tokens < tokens) x[i][item] = load_packet<false>(from, item * half, a.dim);
+      }
     }
   }
-
-  float cos[pairs], sin[pairs];
-  if constexpr (turn == Turn::table) {
-    if (here) angles_of<turn, T, Interleaved, Items>(a.angles, token, lane, a.dim, cos, sin);
-  } else if constexpr (turn == Turn::coords) {
-    const int half = a.dim / 2;
-    for (int at = threadIdx.x; at < plan.tokens * half; at += blockDim.x) {
-      const int of = at / half;
-      const int64_t its = static_cast<int64_t>(blockIdx.x) * plan.tokens + of;
-      if (its < a.tokens) turns[at] = turn_by_coords(a.angles, its, at - of * half);
+  float gamma[Items][N] = {};
+  if (tokens > 0 && part < a.normed) {
+    const int place = own * static_cast<int>(part == 0 ? a.gamma[0].stride : a.gamma[1].stride) + lane * N;
+#pragma unroll
+    for (int item = 0; item < Items; ++item) {
+      a.gamma[0].rows.full ? gamma_of<true>(gamma[item], a.gamma, part, place + item * half)
+                           : gamma_of<false>(gamma[item], a.gamma, part, place + item * half);
+    }
+  }
+  if constexpr (turn != Turn::none) {
+    const int count = left < all_tokens ? static_cast<int>(left) * half : all_tokens * half;
+    for (int at = threadIdx.x; at < count; at += blockDim.x) {
+      const int of = quotient(at, by_pairs);
+      const float2 found = turn_of<turn>(a.angles, first + of, at - of * half);
+      cos_of[at] = found.x, sin_of[at] = found.y;
     }
     __syncthreads();
   }
@@ -283,60 +290,58 @@ __global__ void __launch_bounds__(256, (least_blocks<T, Items, turn>))
     keep_packed(x[i]);
   }
   sum_over(squares, plan.lanes);
-  if (!here) return;
+  if (tokens == 0) return;
 
-  if constexpr (turn == Turn::coords) {
-    constexpr int runs = Interleaved ? Items : 1, length = pairs / runs;
+  T* to = a.to.of(first + local, part, own) + lane * N;
+  const int64_t step = plan.tokens * a.to.token;
+  if (part >= a.normed) {
 #pragma unroll
-    for (int i = 0; i < pairs; ++i) {
-      const int pair = first_pair<Interleaved, Items>(i / length, lane, N, a.dim) + i % length;
-      const float2 found = turns[local * (a.dim / 2) + pair];
-      cos[i] = found.x, sin[i] = found.y;
+    for (int i = 0; i < AtOnce; ++i, to += step) {
+      if (local + i * plan.tokens >= tokens) break;
+#pragma unroll
+      for (int item = 0; item < Items; ++item) store_packet<false>(to, item * half, a.dim, x[i][item]);
     }
+    return;
   }
-  T* to = a.to.at + token * a.to.token + lane * N;
-  const auto finish = [&]<bool Full>() {
 #pragma unroll
-    for (int i = 0; i < AtOnce; ++i) {
-      const int head = head_of(i), part = part_of(head), own = head < heads ? head - part * a.heads : 0;
-      const float scale = scale_of(squares[i], a);
-      float value[Items][N];
+  for (int i = 0; i < AtOnce; ++i, to += step) {
+    if (local + i * plan.tokens >= tokens) break;
+    const float scale = scale_of(squares[i], a);
+    float value[Items][N];
 #pragma unroll
-      for (int item = 0; item < Items; ++item) {
-        float gamma[N];
-        const int stride = static_cast<int>(part == 0 ? a.gamma[0].stride : a.gamma[1].stride);
-        gamma_of<Full>(gamma, a.gamma, part, own * stride + item * (a.dim / 2) + lane * N);
+    for (int item = 0; item < Items; ++item) {
 #pragma unroll
-        for (int k = 0; k < N; ++k) value[item][k] = x[i][item][k] * (gamma[k] * scale);
-      }
-      if constexpr (turn != Turn::none) {
-        if (a.exact) {
+      for (int k = 0; k < N; ++k) value[item][k] = x[i][item][k] * (gamma[item][k] * scale);
+    }
+    if constexpr (turn != Turn::none) {
+      if (a.exact) {
 #pragma unroll
-          for (int item = 0; item < Items; ++item) {
-            const Packet<T> at_store = pack<T>(value[item]);  // two values an instruction
+        for (int item = 0; item < Items; ++item) {
+          const Packet<T> at_store = pack<T>(value[item]);  // two values an instruction
 #pragma unroll
-            for (int k = 0; k < N; ++k) value[item][k] = at_store[k];
-          }
-        }
-#pragma unroll
-        for (int k = 0; k < pairs; ++k) {
-          float& first = Interleaved ? value[2 * k / N][2 * k % N] : value[0][k];
-          float& second = Interleaved ? value[2 * k / N][2 * k % N + 1] : value[Items - 1][k];
-          const float one = first, two = second;
-          first = one * cos[k] - two * sin[k];
-          second = two * cos[k] + one * sin[k];
+          for (int k = 0; k < N; ++k) value[item][k] = at_store[k];
         }
       }
-      if (head >= heads) continue;
-      const int offset = offset_of(a.to, head);
+      constexpr int runs = Interleaved ? Items : 1, length = pairs / runs, word = length < 4 ? length : 4;
 #pragma unroll
-      for (int item = 0; item < Items; ++item) {
-        const Packet<T> out = part < a.normed ? pack<T>(value[item]) : x[i][item];
-        store_packet<false>(to + offset, item * (a.dim / 2), a.dim, out);
+      for (int k = 0; k < pairs; k += word) {
+        const int at =
+            (local + i * plan.tokens) * half + k % length + first_pair<Interleaved, Items>(k / length, lane, N, a.dim);
+        const Vec<float, word> cos = load<word>(cos_of + at), sin = load<word>(sin_of + at);
+#pragma unroll
+        for (int j = 0; j < word; ++j) {
+          const int pair = k + j;
+          float& left_of = Interleaved ? value[2 * pair / N][2 * pair % N] : value[0][pair];
+          float& right_of = Interleaved ? value[2 * pair / N][2 * pair % N + 1] : value[Items - 1][pair];
+          const float one = left_of, two = right_of;
+          left_of = one * cos.at[j] - two * sin.at[j];
+          right_of = two * cos.at[j] + one * sin.at[j];
+        }
       }
     }
-  };
-  a.gamma[0].rows.full ? finish.template operator()<true>() : finish.template operator()<false>();
+#pragma unroll
+    for (int item = 0; item < Items; ++item) store_packet<false>(to, item * half, a.dim, pack<T>(value[item]));
+  }
 }
 
 inline constexpr int most_pairs = widest_head / 2 / 32;  // of a lane, where a warp owns a head
@@ -396,8 +401,8 @@ template <class T, bool Interleaved, int Items, Turn turn>
 __global__ void __launch_bounds__(256, 2) head_gradients(const Backward<T> a, const HeadPlan plan) {
   constexpr int N = widest<T>, pairs = pairs_of<T, Interleaved, Items>;
   const int lane = threadIdx.x & (plan.lanes - 1), slot = threadIdx.x >> plan.lane_bits;
-  const int local = slot / plan.groups, head = blockIdx.y * plan.groups + slot - local * plan.groups;
-  const bool here = local < plan.tokens && lane * N < a.dim / Items && head < plan.all_groups;
+  const int local = quotient(slot, plan.inverse), head = blockIdx.y * plan.heads + slot - local * plan.heads;
+  const bool here = local < plan.tokens && lane * N < a.dim / Items && head < a.parts * a.heads;
   const int part = (head >= a.heads) + (head >= 2 * a.heads), own = head - part * a.heads;
   const int64_t team = static_cast<int64_t>(blockIdx.x) * plan.tokens + local;
   const int64_t teams = static_cast<int64_t>(gridDim.x) * plan.tokens;
@@ -541,7 +546,7 @@ __global__ void __launch_bounds__(256, 2) head_gradients_singly(const Backward<T
 
 // ---- launches ----------------------------------------------------------------------------------------------------
 
-// 4 accesses of a thread are under way at a time.
+// Tokens that a thread takes: 4 accesses are under way at a time.
 template <int Items>
 inline constexpr int at_once = 4 / Items;
 
@@ -569,10 +574,12 @@ void run(const Context& context, const Forward<T>& a, bool interleaved, bool who
   if (a.tokens == 0 || heads == 0 || a.dim == 0) return;
   const bool served = with_layout<turn, T>(a.dim, interleaved, whole, [&]<bool Interleaved, int Items>() {
     constexpr int many = at_once<Items>;
-    const HeadPlan plan = head_plan(a.dim, widest<T>, Items, heads, many);
-    const dim3 grid(static_cast<unsigned>((a.tokens + plan.tokens - 1) / plan.tokens),
-                    static_cast<unsigned>((plan.all_groups + plan.groups - 1) / plan.groups));
-    launch<norm_heads<T, Interleaved, Items, turn, many>>(context, grid, dim3(plan.threads), a, plan);
+    const HeadPlan plan = head_plan(a.dim, widest<T>, Items, heads);
+    const int tokens = plan.tokens * many, half = a.dim / 2;
+    const dim3 grid(static_cast<unsigned>((a.tokens + tokens - 1) / tokens), static_cast<unsigned>(plan.chunks));
+    const int shared = turn == Turn::none ? 0 : 2 * tokens * half * static_cast<int>(sizeof(float));
+    launch_with_shared<norm_heads<T, Interleaved, Items, turn, many>>(context, grid, dim3(plan.threads), shared, a,
+                                                                      plan, inverse_of(half));
   });
   if (served) return;
   launch<norm_heads_singly<T, turn>>(context, norm::grid_of((a.tokens * heads + 7) / 8), dim3(256), a, interleaved);
@@ -593,13 +600,12 @@ void gradients(const Context& context, Backward<T>& a, bool interleaved, bool wh
   if (a.tokens > 0) {
     const bool served = with_layout<turn, T>(a.dim, interleaved, whole, [&]<bool Interleaved, int Items>() {
       constexpr auto kernel = head_gradients<T, Interleaved, Items, turn>;
-      const HeadPlan plan = head_plan(a.dim, widest<T>, Items, heads, 1);
-      const int chunks = (plan.all_groups + plan.groups - 1) / plan.groups;
-      const int64_t resident = std::max<int64_t>(1, resident_blocks<kernel>(context, plan.threads) / chunks);
+      const HeadPlan plan = head_plan(a.dim, widest<T>, Items, heads);
+      const int64_t resident = std::max<int64_t>(1, resident_blocks<kernel>(context, plan.threads) / plan.chunks);
       const int64_t blocks =
           std::min((gradient_teams(a.tokens, resident * plan.tokens, 1) + plan.tokens - 1) / plan.tokens, resident);
       start(blocks * plan.tokens);
-      launch<kernel>(context, dim3(static_cast<unsigned>(blocks), chunks), dim3(plan.threads), a, plan);
+      launch<kernel>(context, dim3(static_cast<unsigned>(blocks), plan.chunks), dim3(plan.threads), a, plan);
     });
     if (!served) {
       constexpr auto kernel = head_gradients_singly<T, turn>;

@@ -108,3 +108,17 @@ def test_an_interrupt_ends_the_processes(monkeypatch):
 def test_the_cases_are_those_that_the_benchmark_compiles():
     assert precompile.compiled is runner.compiled
     assert precompile.cases_of is lists.cases_of
+
+
+def test_a_machine_gets_no_more_processes_than_it_has_processors_and_memory_for():
+    gib = 2**30
+    assert precompile.fitting_jobs(32, 140 * gib) == 8
+    assert precompile.fitting_jobs(8, 140 * gib) == 4
+    assert precompile.fitting_jobs(32, 24 * gib) == 3
+    assert precompile.fitting_jobs(1, 24 * gib) == precompile.fitting_jobs(32, 0) == 1
+
+
+def test_no_process_is_started_for_no_case(monkeypatch):
+    monkeypatch.setattr(precompile.subprocess, "Popen", None)
+    monkeypatch.setattr(precompile, "cases_of", lambda ops, tier: [])
+    precompile.compile_ahead(NAMES, "quick", 8, pytest.fail)

@@ -270,10 +270,17 @@ void plan_rope(int heads, int rotary, int vec, int interleaved, int* out /*[3]*/
   out[0] = found.places, out[1] = found.heads, out[2] = found.threads;
 }
 
-void plan_heads(int dim, int vec, int items, int heads, int at_once, int* out /*[5]*/) {
-  const HeadPlan found = head_plan(dim, vec, items, heads, at_once);
-  out[0] = found.lanes, out[1] = found.groups, out[2] = found.all_groups, out[3] = found.tokens;
-  out[4] = found.threads;
+void plan_heads(int dim, int vec, int items, int heads, int* out /*[5]*/) {
+  const HeadPlan found = head_plan(dim, vec, items, heads);
+  out[0] = found.lanes, out[1] = found.heads, out[2] = found.chunks, out[3] = found.tokens, out[4] = found.threads;
+}
+
+// The first n, divided by `divisor` in the way of a kernel, that comes out wrong; -1 where none does.
+int wrong_quotient(int divisor) {
+  for (int n = 0; n < 4096; ++n) {
+    if (quotient(n, inverse_of(divisor)) != n / divisor) return n;
+  }
+  return -1;
 }
 
 int move_row(const uint8_t* from, uint8_t* to, uint8_t* writes, int width, int itemsize) {

@@ -41,7 +41,8 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         ("teams", ctypes.c_int64, [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]),
         ("blocks_of", ctypes.c_int, [ctypes.c_int] * 2),
         ("plan_rope", None, [*[ctypes.c_int] * 4, ctypes.c_void_p]),
-        ("plan_heads", None, [*[ctypes.c_int] * 5, ctypes.c_void_p]),
+        ("plan_heads", None, [*[ctypes.c_int] * 4, ctypes.c_void_p]),
+        ("wrong_quotient", ctypes.c_int, [ctypes.c_int]),
         ("move_row", ctypes.c_int, [*[ctypes.c_void_p] * 3, *[ctypes.c_int] * 2]),
         ("apart_alone", ctypes.c_int, [ctypes.c_int, *[ctypes.c_void_p] * 2]),
         ("apart", ctypes.c_int, [ctypes.c_int64, ctypes.c_int, *[ctypes.c_void_p] * 2] * 2),
@@ -200,15 +201,20 @@ def test_lanes_cover_a_head_and_groups_cover_a_token_in_whole_warps(native):
         for dim in range(vec * items, min(256, 32 * vec * items) + 1, vec * items):
             for heads in (1, 2, 5, 10, 32, 48, 96, 390, 196_608):
                 out = np.zeros(5, dtype=np.int32)
-                native.plan_heads(dim, vec, items, heads, at_once, pointer(out))
-                lanes, groups, all_groups, tokens, threads = out.tolist()
+                native.plan_heads(dim, vec, items, heads, pointer(out))
+                lanes, in_block, chunks, tokens, threads = out.tolist()
                 assert lanes in (1, 2, 4, 8, 16, 32), "a group of lanes lies in one warp"
                 assert lanes * vec * items >= dim > (lanes // 2) * vec * items
-                assert all_groups * at_once >= heads > (all_groups - 1) * at_once
-                assert 1 <= groups <= all_groups
-                assert tokens == 1 or groups == all_groups
-                assert lanes * groups * tokens <= threads <= 256, "shared memory has room for 256 threads' pairs"
+                assert chunks * in_block >= heads > (chunks - 1) * in_block, "no block without a head"
+                assert chunks * in_block - heads < chunks, "evenly"
+                assert tokens == 1 or chunks == 1
+                assert lanes * in_block * tokens <= threads <= 256
                 assert threads % 32 == 0
+                assert tokens * at_once * dim // 2 <= 4096, "angles of a block, of which quotient() knows the token"
+
+
+def test_a_division_by_a_multiplication_is_exact_where_it_is_used(native):
+    assert [native.wrong_quotient(divisor) for divisor in range(1, 257)] == [-1] * 256
 
 
 # ---- ragged rows ---------------------------------------------------------------------------------------------------

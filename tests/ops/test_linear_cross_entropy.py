@@ -336,14 +336,16 @@ def test_a_not_a_number_in_a_token_stays_that_tokens(device):
 @every_half
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradients_in_halves_are_as_near_to_float64_as_the_eager_chains(dtype, reduction, device):
-    """Eager has its logits in the half. Sums in float32 are nearer; in the half, of 8 chunks, twice as far at most."""
+    """Eager has its logits in the half, and rounds its sum once. Sums in float32 are nearer. In the half, the sum of n
+    of 8 chunks that know nothing of each other has n / 8 of the last one's variance: 8 roundings are (8 + 1) / 2 of the
+    last. A library that splits a product may round it, too, before it is added: one more."""
     inputs = data(device, tokens=256, width=64, classes=1000, dtype=dtype)
     exact = [x.double() if x.is_floating_point() else x for x in inputs]
     upstream = torch.ones((), device=device) if reduction == "mean" else torch.full((256,), 1 / 256, device=device)
     truth = with_gradients(formula, *exact, upstream=upstream.double(), reduction=reduction)
     eager = with_gradients(formula, *inputs, upstream=upstream.to(dtype), reduction=reduction)
     workspace = 32 * ce.row_elements(1000, 2) * 2
-    for sums, bound in ((None, 2.0), (torch.float32, 1.0)):
+    for sums, bound in ((None, (4.5 + 1) ** 0.5), (torch.float32, 1.0)):
         got = with_gradients(
             prequal.linear_cross_entropy,
             *inputs,

@@ -34,6 +34,7 @@ class Device(Protocol):
     capability: str
     torch_device: torch.device
     cache_bytes: int
+    memory_bytes: int
 
     def device_us(self, call: Call, runs: int) -> list[float]: ...
 
@@ -60,7 +61,7 @@ class Device(Protocol):
 class Host:
     """No GPU: every time is the clock's. What it measures is never evidence."""
 
-    name, capability, cache_bytes = "CPU", "", 0
+    name, capability, cache_bytes, memory_bytes = "CPU", "", 0, 0
     torch_device = torch.device("cpu")
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
@@ -101,7 +102,8 @@ class Cuda:
         self.torch_device = torch.device("cuda", index)
         self.name = torch.cuda.get_device_name(index)
         self.capability = "{}.{}".format(*torch.cuda.get_device_capability(index))
-        self.cache_bytes = int(getattr(torch.cuda.get_device_properties(index), "L2_cache_size", 0))
+        about = torch.cuda.get_device_properties(index)
+        self.cache_bytes, self.memory_bytes = int(getattr(about, "L2_cache_size", 0)), int(about.total_memory)
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.torch_device)
 
     def device_us(self, call: Call, runs: int) -> list[float]:

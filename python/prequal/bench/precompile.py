@@ -21,8 +21,18 @@ from .runner import bound_call, compiled
 Say = Callable[[str], None]
 
 
+MOST_JOBS, MEMORY_A_JOB = 8, 8 * 2**30  # a context of each on the GPU, and the tensors of a case
+
+
+def fitting_jobs(processors: int, memory: int) -> int:
+    """How many processes a machine has room for: half its processors, so that each has one to compile and one to spare,
+    and 8 GiB of the GPU's memory each."""
+    return max(1, min(MOST_JOBS, processors // 2, memory // MEMORY_A_JOB))
+
+
 def compile_ahead(ops: Sequence[str], tier: str, jobs: int, say: Say) -> None:
     """Wait for `jobs` processes that compile the cases of these ops between them. Ctrl-C ends them too."""
+    jobs = min(jobs, sum(case.compiled is not None for case in cases_of(chosen_ops(ops), tier)))
     if jobs < 2:
         return
     say(f"torch.compile: {jobs} processes compile ahead")

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--jobs",
         metavar="N",
         type=int,
-        help="processes that compile ahead of the measuring; default: 1, none",
+        help="processes that compile ahead of the measuring, 1 for none; default: as many as the machine has room for",
     )
     parser.add_argument("--no-peers", action="store_true", help="leave the peers out")
     parser.add_argument("--check", action="store_true", help="hold the run against the committed evidence")
@@ -153,7 +153,8 @@ class Session:
             note(f"{device.name}: " + ", ".join(f"{name} {value:,}" for name, value in ceilings.items()))
             imported = _import_ms()
             if options.compile:
-                precompile.compile_ahead([op.name for op in self.ops], self.tier, self.args.jobs or 1, note)
+                jobs = self.args.jobs or precompile.fitting_jobs(os.cpu_count() or 1, device.memory_bytes)
+                precompile.compile_ahead([op.name for op in self.ops], self.tier, jobs, note)
         except KeyboardInterrupt:
             note("interrupted before the first case")
             return 130
