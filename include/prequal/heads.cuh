@@ -223,10 +223,18 @@ __device__ __forceinline__ void gamma_of(float (&value)[widest<T>], const Gamma<
   }
 }
 
-// Blocks that registers must leave room for on an SM. Half layout of halves has twice the angles: at 64 registers, and on
-// sm_80 with coordinates at 80, it would need a frame on the stack.
+// Blocks that registers must leave room for on an SM. Half layout of halves has twice the angles: at 64 registers it would need
+// a frame on the stack. So would any head of halves in code before sm_90's (48 bytes, by the compiler's count): one block less.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr int fewer_of_halves = 1;
+#else
+inline constexpr int fewer_of_halves = 0;
+#endif
 template <class T, int Items, Turn turn>
-inline constexpr int least_blocks = Items == 2 && sizeof(T) == 2 ? (turn == Turn::coords ? 2 : 3) : 4;
+inline constexpr int least_blocks = sizeof(T) == 4         ? 4
+                                    : Items == 1           ? 4 - fewer_of_halves
+                                    : turn == Turn::coords ? 2
+                                                           : 3 - fewer_of_halves;
 
 // A thread keeps its columns of one head, and so their gamma, for AtOnce tokens, all loaded before the first is used. The
 // angles of the block's tokens are in shared memory, computed or loaded once for all heads. Instructions, not bytes, are

@@ -79,6 +79,20 @@ def test_ctrl_c_writes_what_is_done(tmp_path, monkeypatch, capsys):
     assert "interrupted: what is done is written" in capsys.readouterr().err
 
 
+def test_a_record_is_complete_by_itself_however_far_the_others_came(tmp_path, monkeypatch):
+    real = runner.measure
+
+    def interrupted_at_swiglu(case, *args):
+        if case.op == "swiglu_backward":
+            raise KeyboardInterrupt
+        return real(case, *args)
+
+    monkeypatch.setattr(runner, "measure", interrupted_at_swiglu)
+    assert run("--ops", "rms_norm,swiglu", "--out", str(tmp_path)) == 130
+    assert evidence.load(tmp_path / "rms_norm.json")["complete"]
+    assert not evidence.load(tmp_path / "swiglu.json")["complete"]
+
+
 def test_the_budget_stops_before_the_next_case(tmp_path, capsys):
     assert run("--ops", "knn", "--budget", "0", "--out", str(tmp_path)) == 3
     assert list(tmp_path.iterdir()) == []

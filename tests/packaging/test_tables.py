@@ -20,9 +20,33 @@ def make_tables():
     return module
 
 
-def test_the_scorecard_in_the_readme_is_that_of_the_evidence(make_tables):
-    text = (REPOSITORY / "README.md").read_text()
-    assert make_tables.filled(text, {"scorecard": make_tables.scorecard()}) == text
+def test_the_scorecards_are_those_of_the_evidence(make_tables):
+    tables = {
+        "scorecard": make_tables.scorecard(),
+        "short scorecard": f"{make_tables.scorecard(every=False)}\n\n{make_tables.summary()}",
+        "gate costs": make_tables.gate_table(),
+    }
+    for path, table in (
+        ("README.md", "short scorecard"),
+        ("docs/scorecard.md", "scorecard"),
+        ("docs/gate.md", "gate costs"),
+    ):
+        text = (REPOSITORY / path).read_text()
+        assert tables[table] in text, path
+        assert make_tables.filled(text, tables) == text, path
+
+
+def test_the_short_scorecard_has_a_line_for_each_file_of_ops_and_counts_who_is_slower(make_tables):
+    lines = make_tables.scorecard(every=False).splitlines()[2:]
+    assert len(lines) == len(make_tables.digests())
+    slower = sum(make_tables.SLOWER in line for line in make_tables.scorecard().splitlines())
+    assert f"in {slower} of them" in make_tables.summary()
+
+
+def test_the_index_of_the_notes_names_every_note():
+    docs = REPOSITORY / "docs"
+    named = set(re.findall(r"\]\((\w+\.md)\)", (docs / "index.md").read_text()))
+    assert named == {path.name for path in docs.glob("*.md")} - {"index.md"}
 
 
 def test_evidence_names_its_gpu_sources_and_tests(make_tables):

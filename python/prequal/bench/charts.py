@@ -305,7 +305,7 @@ def growth(record: Record) -> Any:
     axes.set_xlabel("size" if many else f"size ({next(iter(lines))[0]})", color=INK)
     axes.set_ylabel("device time, µs", color=INK)
     axes.grid(which="major", color=GRID, lw=0.6)
-    axes.legend(fontsize=9, frameon=False)
+    figure.legend(loc="outside lower left", fontsize=9, frameon=False, ncols=3)
     return figure
 
 

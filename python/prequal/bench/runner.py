@@ -263,17 +263,20 @@ def run(
     keep: Callable[[Case, dict[str, Any]], None],
     say: Say = silent,
     may_go_on: Callable[[], bool] = lambda: True,
+    before: int = 0,
+    total: int | None = None,
 ) -> bool:
     """Measure them all, handing over each row as it is made; a case that fails is a row that says so.
 
-    False where it was stopped, by Ctrl-C or by the budget."""
+    False where it was stopped, by Ctrl-C or by the budget. `before` of `total` cases were measured already."""
     cases = list(cases)
+    total = len(cases) if total is None else total
     try:
-        for number, case in enumerate(cases, 1):
+        for number, case in enumerate(cases, before + 1):
             if not may_go_on():
-                say(f"budget spent: {len(cases) - number + 1} cases not measured")
+                say(f"budget spent: {total - number + 1} cases not measured")
                 return False
-            say(f"[{number}/{len(cases)}] {case.op}: {case.name}")
+            say(f"[{number}/{total}] {case.op}: {case.name}")
             try:
                 row = measure(case, device, options, say)
             except Exception as error:  # out of memory, a device that is gone: what was measured before must be written

@@ -147,7 +147,6 @@ class Session:
             runs=self.args.runs,
         )
         cases = lists.cases_of(self.ops, self.tier)
-        interrupted = False
         try:
             ceilings = device.ceilings()
             note(f"{device.name}: " + ", ".join(f"{name} {value:,}" for name, value in ceilings.items()))
@@ -164,19 +163,20 @@ class Session:
         def keep(case: Any, row: dict[str, Any]) -> None:
             self.records[next(op.basename for op in self.ops if op.name == case.op)]["rows"].append(row)
 
-        finished = runner.run(cases, device, options, keep, note, self._may_go_on)
-        if finished:
-            try:
-                for name in self.basenames:
-                    if (extra := getattr(listed.get(name), "extra", None)) is not None and self.tier == "full":
-                        self.records[name]["rows"] += list(extra(device))
-            except KeyboardInterrupt:
-                interrupted = True
-        done = finished and not interrupted
-        for record in self.records.values():
-            record["complete"] = done
-        if not done:
-            return 130 if interrupted or self._may_go_on() else 3
+        before = 0
+        try:
+            for name in self.basenames:  # a record is complete or not by itself, however far the others came
+                record = self.records[name]
+                mine = [case for case in cases if case.op in record["ops"]]
+                if not runner.run(mine, device, options, keep, note, self._may_go_on, before, len(cases)):
+                    return 130 if self._may_go_on() else 3
+                before += len(mine)
+                if (extra := getattr(listed.get(name), "extra", None)) is not None and self.tier == "full":
+                    record["rows"] += list(extra(device))
+                record["complete"] = True
+        except KeyboardInterrupt:
+            note("interrupted: what is done is written")
+            return 130
         bad = any(
             "prequal" in row.get(kind, {})
             for record in self.records.values()
@@ -209,6 +209,7 @@ class Session:
             "ceilings": ceilings,
             "import_ms": imported,
             "peers_installed": {peer.module: peer.absent() is None for peer in mine},
+            "complete": False,
             "rows": [],
         }
 
