@@ -56,7 +56,7 @@ SLOWER = "slower than the best of these"
 
 
 def scorecard(every: bool = True) -> str:
-    """A line a measured case, or the first of each file of ops: ours, eager, compiled, the best peer, the share of the copy
+    """A line a measured case, or the first of each file of ops: ours, eager, compiled, best peer, share of the copy
     bandwidth."""
     now = digests()
     lines = [

@@ -127,6 +127,19 @@ def test_who_is_slow_is_measured_fewer_times_and_who_takes_seconds_not_at_all(cl
     assert log.count("endless") == 2  # compared, and tried once
 
 
+def test_the_quick_list_compiles_one_case_of_each_file_of_ops_and_the_full_list_all():
+    ops = lists.chosen_ops(None)
+    quick, full = (
+        [OPS[case.op].basename for case in lists.cases_of(ops, tier) if case.compiled is not None]
+        for tier in ("quick", "full")
+    )
+    assert len(quick) == len(set(quick))
+    assert set(quick) <= set(full)
+    assert len(full) > 3 * len(quick)
+    everything = [case for case in lists.cases_of(ops, "full") if case.quick]
+    assert [case.name for case in lists.cases_of(ops, "quick")] == [case.name for case in everything]
+
+
 def test_a_reference_that_answers_in_our_name_is_said_to(clock, gpu):
     row = measure(case_of(), gpu, quiet())
     assert row["by"]["prequal"]["path"].startswith("reference: ")

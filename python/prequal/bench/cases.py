@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -118,7 +118,9 @@ def chosen_ops(names: Iterable[str] | None) -> list[Op]:
 
 
 def cases_of(ops: Sequence[Op], tier: str) -> list[Case]:
-    """In the order of the registry; `quick`, `full`, or `sample`: the quick sample of each op and nothing else."""
+    """In the order of the registry; `quick`, `full`, or `sample`: the quick sample of each op and nothing else.
+
+    Quick leaves torch.compile to the first case of each basename: its autotuning is what takes the minutes."""
     if tier == "sample":
         return [case for op in ops for case in sample_cases(op)]
     lists = shape_lists()
@@ -126,4 +128,13 @@ def cases_of(ops: Sequence[Op], tier: str) -> list[Case]:
     for op in ops:
         listed = [case for case in lists[op.basename].cases() if case.op == op.name] if op.basename in lists else []
         found += [case for case in listed or sample_cases(op) if tier == "full" or case.quick]
+    if tier == "full":
+        return found
+    compiled: set[str] = set()
+    for i, case in enumerate(found):
+        basename = OPS[case.op].basename
+        if case.compiled is not None and basename in compiled:
+            found[i] = replace(case, compiled=None)
+        elif case.compiled is not None:
+            compiled.add(basename)
     return found
