@@ -108,6 +108,9 @@ def apart(*written: str, read: Sequence[str]) -> Need:
 def is_tensor(argument: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{argument}: expected a torch.Tensor, got {type(value).__name__}")
+    if value.is_nested or value.is_quantized:
+        kind = "nested" if value.is_nested else "quantized"
+        raise TypeError(f"{argument}: expected a dense tensor of plain numbers, got a {kind} one")
     if value.layout != torch.strided:
         raise TypeError(f"{argument}: expected a dense tensor, got one with layout {short_layout(value)}")
 
@@ -171,7 +174,7 @@ def is_floating(argument: str, x: Tensor) -> None:
 
 
 def in_range(argument: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+    if isinstance(value, bool | Tensor) or not hasattr(type(value), "__index__"):
         raise TypeError(f"{argument}: expected an int, got {type(value).__name__}")
     if not low <= value <= high:  # type: ignore[operator]
         raise ValueError(f"{argument}: expected {low} to {high}, got {value}")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .errors import StaleIndexError
-from .runtime.parameter_cache import ParameterKey
+from .runtime.parameter_cache import ParameterKey, watch
 
 
 def _key_of(tensor: Tensor | None) -> ParameterKey | None:
@@ -43,7 +44,8 @@ class KnnIndex:
     A copy, and what comes out of a pickle, is built anew.
 
     Raises:
-        TypeError, ValueError: not right references or pointers; `prequal.knn_index` says which.
+        TypeError, ValueError: not right references or pointers; `prequal.knn_index` says which. Also references inside
+            a transform of torch.func, where the plain ops serve.
     """
 
     structure: Tensor  # [bytes], uint8: what `prequal.knn_index` made of the references
@@ -57,8 +59,17 @@ class KnnIndex:
         """Index the references as they are now, on the current stream."""
         import prequal
 
-        references = self.references.detach() if isinstance(self.references, Tensor) else self.references
+        references = self.references
+        if isinstance(references, Tensor):
+            if torch._C._functorch.is_functorch_wrapped_tensor(references):
+                raise TypeError(
+                    "references: expected a tensor of no torch.func transform, got one; prequal.knn takes those"
+                )
+            references = references.detach()
         self.structure = prequal.knn_index(references, reference_ptr=self.reference_ptr)
+        for tensor in (self.references, self.reference_ptr):
+            if tensor is not None and not tensor.is_inference():
+                watch(tensor)
         self._built = self._keys()
 
     def _keys(self) -> dict[str, ParameterKey | None]:

@@ -342,6 +342,10 @@ class Op:
         named = dict(zip(self.arguments, inputs, strict=False)) | dict(keyword_only_inputs or {})
         tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
         asking = {name for name, asks in zip(self.arguments, ctx.needs_input_grad, strict=False) if asks}
+        for name in asking & tensors.keys():
+            if tensors[name].is_complex():  # said, where it would be lost: what comes out counts as no float
+                got = str(tensors[name].dtype).removeprefix("torch.")
+                raise TypeError(f"{self.name}: {name}: expected a real dtype where a gradient is wanted, got {got}")
         still = self._has_no_gradient(asking)
         ctx.mark_non_differentiable(*(value for value in outputs if still or not value.is_floating_point()))
         kept: Sequence[Tensor] = ()

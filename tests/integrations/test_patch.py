@@ -263,6 +263,18 @@ def test_a_tensor_subclass_goes_the_way_that_it_has_rules_for():
         torch.testing.assert_close(got.as_subclass(torch.Tensor), want)
 
 
+@every_family
+def test_a_norm_takes_its_argument_by_the_name_that_it_had(family):
+    model = make(family)
+    norm = model.model.norm
+    (name,) = inspect.signature(norm.forward).parameters
+    x = torch.randn(3, norm.weight.numel())
+    before = norm(**{name: x})
+    quietly(model)
+    assert list(inspect.signature(norm.forward).parameters) == [name]
+    torch.testing.assert_close(norm(**{name: x}), before)
+
+
 def test_a_norm_with_wider_weights_promotes_as_before():
     model = make(dtype=torch.bfloat16)
     norm = model.model.norm.float()
@@ -795,6 +807,12 @@ def test_wrong_names_of_ops_are_errors_with_a_hint():
         prequal.patch(model, ops=["swi_glu"])
     with pytest.raises(TypeError, match="ops: expected names of ops in a list, got the text 'rope'"):
         prequal.patch(model, ops="rope")
+    with pytest.raises(TypeError, match="ops: expected names of ops in a list, got int"):
+        prequal.patch(model, ops=3)
+    with pytest.raises(ValueError, match=r"ops: expected names out of rms_norm, .*got none"):
+        prequal.patch(model, ops=[])
+    with pytest.raises(TypeError, match=r"exact_rounding: expected a bool, got str"):
+        prequal.patch(model, exact_rounding="no")
     assert type(model.model.norm) is llama.LlamaRMSNorm
 
 

@@ -779,6 +779,42 @@ def test_an_index_of_other_references_is_noticed_by_its_size(device, dtype, size
             call()
 
 
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_index_notices_the_step_of_a_fused_optimiser(device, cls):
+    references = torch.nn.Parameter(cloud(device, 100, 2))
+    index = prequal.KnnIndex(references)
+    references.grad = torch.ones_like(references)
+    cls([references], lr=0.5, fused=True).step()
+    with pytest.raises(prequal.StaleIndexError, match=r"references: .*version 0 when built, 1 now"):
+        index.knn(cloud(device, 10, 1))
+
+
+def test_an_index_of_a_transformed_tensor_is_refused_in_words(device):
+    queries, references = cloud(device, 10, 1), cloud(device, 100, 2)
+    with pytest.raises(TypeError, match=r"references: expected a tensor of no torch.func transform"):
+        torch.func.grad(lambda r: prequal.KnnIndex(r).knn(queries)[0].sum())(references)
+
+
+def test_a_gradient_of_complex_values_is_refused_and_not_lost(device):
+    queries, references = cloud(device, 10, 1), cloud(device, 100, 2)
+    values = torch.randn(100, 2, dtype=torch.complex64, generator=torch.Generator().manual_seed(3)).to(device)
+    assert prequal.knn_gather(queries, references, values).dtype == torch.complex64
+    with pytest.raises(TypeError, match=r"knn_gather: values: expected a real dtype .* got complex64"):
+        prequal.knn_gather(queries, references, values.requires_grad_())
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning", "ignore:.*nested tensors:UserWarning")
+def test_tensors_that_hold_no_plain_numbers_are_refused_in_words():
+    queries = cloud("cpu", 10, 1)
+    coded = torch.quantize_per_tensor(torch.rand(10), 0.1, 0, torch.quint8)
+    with pytest.raises(TypeError, match=r"values: expected a dense tensor of plain numbers, got a quantized one"):
+        prequal.knn_gather(queries, queries, coded)
+    with pytest.raises(TypeError, match=r"queries: expected a dense tensor of plain numbers, got a nested one"):
+        prequal.knn(torch.nested.nested_tensor([queries, queries]), queries)
+    with pytest.raises(TypeError, match=r"k: expected an int, got Tensor"):
+        prequal.knn(queries, queries, torch.tensor(1))
+
+
 def test_an_index_says_what_it_holds():
     _, references, pointers = ragged("cpu", [3, 4], [30, 40], dtype=torch.float16)
     text = repr(prequal.KnnIndex(references, pointers["reference_ptr"]))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prequal.runtime.parameter_cache import ParameterKey
+from prequal.runtime.parameter_cache import ParameterKey, watch
 
 
 @pytest.fixture
@@ -53,6 +53,23 @@ def test_a_change_of_the_values_or_of_their_place_changes_the_key(parameter, cha
     change(parameter)
     assert ParameterKey.of(parameter) != before
     del kept  # alive so far: else the new memory could lie at the old address
+
+
+FUSED = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
+
+
+@pytest.mark.parametrize("cls", FUSED)
+def test_a_step_of_a_fused_optimiser_changes_the_key_of_what_is_watched(parameter, cls):
+    idle, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    watch(parameter.detach())  # the memory is what counts
+    watch(idle)
+    before = [ParameterKey.of(x) for x in (parameter, idle, other)]
+    parameter.grad, other.grad = torch.ones_like(parameter), torch.ones_like(other)
+    cls([parameter, idle, other], lr=0.1, fused=True).step()
+    after = [ParameterKey.of(x) for x in (parameter, idle, other)]
+    assert after[0] != before[0]
+    assert after[1] == before[1], "without a gradient nothing is written"
+    assert after[2] == before[2], "of what nobody keeps anything of, torch's own rules hold"
 
 
 @pytest.mark.parametrize("other", [lambda x: x.t(), lambda x: x[:, :2], lambda x: x[1:], lambda x: x.view(12)])

@@ -6,6 +6,7 @@ than the op's goes the way that it went before the patch; it is counted as the o
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from prequal import runtime_state as state
 from prequal.registry import OPS
 from prequal.runtime.reasons import unsupported
 
-from .recognise import NormForm, is_causal_loss
+from .recognise import NormForm, Unrecognised, is_causal_loss
 
 Forward = Callable[..., Any]
 
@@ -68,7 +69,7 @@ def alike(*tensors: Tensor) -> bool:
 def norm(form: NormForm, original: Forward, exact_rounding: bool) -> Forward:
     """The forward of a norm."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def normed(self: Any, x: Tensor) -> Tensor:
         if not alike(x, *_of_one_dtype(form, self)):
             detoured("rms_norm", x, ALIKE)
             return original(self, x)
@@ -84,6 +85,17 @@ def norm(form: NormForm, original: Forward, exact_rounding: bool) -> Forward:
         )
         return y.transpose(1, 2) if swapped else y
 
+    def by_x(self: Any, x: Tensor) -> Tensor:
+        return normed(self, x)
+
+    def by_hidden_states(self: Any, hidden_states: Tensor) -> Tensor:
+        return normed(self, hidden_states)
+
+    # whoever names the argument must find it under the name it had
+    named = {"x": by_x, "hidden_states": by_hidden_states}
+    forward = named.get(list(inspect.signature(original).parameters)[1])
+    if forward is None:
+        raise Unrecognised("its forward names its argument as no norm that is known does")
     return forward
 
 

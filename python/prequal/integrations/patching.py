@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from prequal.constraints import is_bool
+
 from . import forwards
 from .recognise import (
     ROTARY,
@@ -321,7 +323,8 @@ def patch(
         model: anything with such modules in it: a model, one layer, DataParallel of a model.
         ops: which of rms_norm, fused_add_rms_norm, swiglu, geglu, rope; default: all of them. Also
             linear_cross_entropy, for the head and the loss of a causal language model: called with labels in training
-            mode, the model then returns its loss and, in the place of logits, None.
+            mode, the model then returns its loss and, in the place of logits, None (with return_dict=False there is no
+            place: transformers' tuples leave out what is None).
         exact_rounding: keep the roundings between steps that the model's code has: its bits, for less accuracy.
         verbose: print the report.
 
@@ -333,6 +336,7 @@ def patch(
         ValueError: an unknown name in ops; nothing in the model is of a form that is known. Nothing is changed then.
     """
     _check_model("patch", model)
+    is_bool("exact_rounding", exact_rounding)
     wanted = _wanted(ops)
     plans = [(name, module, _plan(module, wanted, exact_rounding)) for name, module in model.named_modules()]
     entries = [(Entry(name, plan.cls.__name__, plan.ops, plan.reason)) for name, _, plan in plans]
@@ -395,7 +399,11 @@ def _wanted(ops: Iterable[str] | None) -> frozenset[str]:
         return frozenset(OPS)
     if isinstance(ops, str):
         raise TypeError(f"ops: expected names of ops in a list, got the text {ops!r}")
+    if not isinstance(ops, Iterable):
+        raise TypeError(f"ops: expected names of ops in a list, got {type(ops).__name__}")
     wanted = list(ops)
+    if not wanted:
+        raise ValueError(f"ops: expected names out of {', '.join(KNOWN)}, or None for the default, got none")
     for name in wanted:
         if name not in KNOWN:
             near = difflib.get_close_matches(str(name), KNOWN, n=1, cutoff=0.4)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from prequal import runtime_state as state
 from prequal.contracts import Bitwise
 from prequal.integrations.forwards import is_bare
-from prequal.runtime.parameter_cache import ParameterKey
+from prequal.runtime.parameter_cache import ParameterKey, watch
 from prequal.runtime.reasons import unsupported
 
 from .condition import NEEDS, feats_of
@@ -100,6 +100,8 @@ class Watched:
             for name, tensor in places.items()
             if tensor is not None and not tensor.is_inference()
         ]
+        for _, _, tensor, _ in self._tensors:
+            watch(tensor)
         self.uncounted = any(tensor.is_inference() for tensor in (*module.parameters(), *module.buffers()))
 
     def moved(self) -> str | None:
