@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from prequal.runtime import parameter_cache
 from prequal.runtime.parameter_cache import ParameterKey, watch
 
 
@@ -59,7 +60,10 @@ FUSED = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagr
 
 
 @pytest.mark.parametrize("cls", FUSED)
-def test_a_step_of_a_fused_optimiser_changes_the_key_of_what_is_watched(parameter, cls):
+def test_a_step_of_a_fused_optimiser_changes_the_key_of_what_is_watched(parameter, cls, monkeypatch):
+    monkeypatch.setattr(
+        parameter_cache, "_kept", set()
+    )  # else of memory that others kept something of, handed out again
     idle, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     watch(parameter.detach())  # the memory is what counts
     watch(idle)
