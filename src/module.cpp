@@ -157,6 +157,8 @@ NB_MODULE(_native, m) {
   def<ops::knn_gather>(m, "knn_gather", {"queries", "references", "values", "query_ptr", "reference_ptr", "index"});
   def<ops::knn_interpolate>(m, "knn_interpolate",
                             {"queries", "references", "values", "k", "query_ptr", "reference_ptr", "index"});
+  def<ops::moe_route>(m, "moe_route",
+                      {"logits", "k", "score", "renormalize", "bias", "groups", "topk_groups", "scale"});
 
   m.def("ops", [] {
     nb::list all;

@@ -133,4 +133,10 @@ Buffer knn_interpolate(const Context&, const Tensor& queries, const Tensor& refe
                        const std::optional<Tensor>& query_ptr, const std::optional<Tensor>& reference_ptr,
                        const std::optional<Tensor>& index);
 
+// src/ops/moe_route.cu
+std::tuple<Buffer, Buffer, Buffer> moe_route(const Context&, const Tensor& logits, int64_t k, const std::string& score,
+                                             bool renormalize, const std::optional<Tensor>& bias,
+                                             const std::optional<int64_t>& groups,
+                                             const std::optional<int64_t>& topk_groups, double scale);
+
 }  // namespace prequal::ops

@@ -15,6 +15,7 @@ from .knn import radius as radius
 from .layer_norm import layer_norm as layer_norm
 from .layer_norm import layer_norm_backward as layer_norm_backward
 from .linear_gelu import linear_gelu as linear_gelu
+from .moe_route import moe_route as moe_route
 from .qk_rms_norm_cross import qk_rms_norm_cross as qk_rms_norm_cross
 from .qk_rms_norm_cross import qk_rms_norm_cross_backward as qk_rms_norm_cross_backward
 from .qk_rms_norm_cross import qk_rms_norm_cross_inplace as qk_rms_norm_cross_inplace

@@ -1,0 +1,513 @@
+// experts[t] = the k best of logits [T, E] (softmax or sigmoid; with a bias and by groups, of what they make of it), their
+// weights [T, k], and how many tokens each expert got, counts [E].
+// A warp owns a token, a lane E / 32 experts that follow each other; up to 8 experts and no bias or groups: a thread owns it.
+// Bytes: T E sizeof(logit) read, T k 8 and 4 E written. Counts: shared memory, then one integer atomic a block and expert.
+// Numerics: fp32, with torch's own sigmoid (1 / (1 + exp(-x)), each step rounded). Selection compares, it does not round.
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "ops.h"
+#include "prequal/dispatch.h"
+#include "prequal/early.cuh"
+#include "prequal/float_order.h"
+#include "prequal/launch.h"
+#include "prequal/reduce.cuh"
+#include "prequal/vec.cuh"
+
+namespace prequal::ops {
+namespace {
+
+struct Unit : FileOf<"moe_route"> {};
+
+constexpr int most_experts = 1024, most_chosen = 32, most_groups = 32;
+constexpr int few_experts = 8;  // a thread holds them
+constexpr unsigned whole_warp = 0xffffffffu;
+
+struct Route {
+  const void* logits;  // [T, E]
+  const void* bias;    // [E] or null
+  DType dtype, bias_dtype;
+  int64_t stride, bias_stride;  // elements from token to token, from expert to expert
+  int64_t tokens;
+  int experts, chosen;          // E, k
+  int groups, kept_groups;      // 0: none
+  int group_size, group_lanes;  // experts of a group; lanes that look at it, a power of two
+  bool sigmoid, renormalize;
+  bool words;  // a lane's experts come in whole words, and no lane has a part of its own
+  float scale;
+  float* weights;  // [T, k]
+  int* expert;     // [T, k]
+  int* counts;     // [E]
+};
+
+// The widest access that the bytes of a lane are made of; 0: none.
+constexpr int word_of(int bytes) { return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : 0; }
+
+__device__ __forceinline__ float value_at(const void* from, DType dtype, int64_t place) {
+  if (dtype == DType::f32) return static_cast<const float*>(from)[place];
+  if (dtype == DType::bf16) return to_float(static_cast<const __nv_bfloat16*>(from)[place]);
+  return to_float(static_cast<const __half*>(from)[place]);
+}
+
+template <int Bytes>
+__device__ __forceinline__ void load_words(uint32_t* raw, const void* from) {
+  constexpr int word = word_of(Bytes), count = word ? Bytes / word : 0;
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    if constexpr (word == 16) {
+      const uint4 four = static_cast<const uint4*>(from)[i];
+      raw[4 * i] = four.x, raw[4 * i + 1] = four.y, raw[4 * i + 2] = four.z, raw[4 * i + 3] = four.w;
+    } else if constexpr (word == 8) {
+      const uint2 two = static_cast<const uint2*>(from)[i];
+      raw[2 * i] = two.x, raw[2 * i + 1] = two.y;
+    } else {
+      raw[i] = static_cast<const uint32_t*>(from)[i];
+    }
+  }
+}
+
+// A lane's logits as they are stored, not looked at, so that nothing waits for them: in words two halves a register, else
+// one value a register.
+template <int V>
+__device__ __forceinline__ void load_raw(uint32_t (&raw)[V], const Route& a, int64_t token, int first) {
+  const int64_t place = token * a.stride + first;
+  if (a.words) {
+    if (first >= a.experts) return;
+    if (a.dtype == DType::f32) {
+      load_words<4 * V>(raw, static_cast<const uint32_t*>(a.logits) + place);
+    } else {
+      load_words<2 * V>(raw, static_cast<const uint16_t*>(a.logits) + place);
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    if (first + j >= a.experts) continue;
+    raw[j] = a.dtype == DType::f32 ? static_cast<const uint32_t*>(a.logits)[place + j]
+                                   : static_cast<const uint16_t*>(a.logits)[place + j];
+  }
+}
+
+template <int V>
+__device__ __forceinline__ void unpack(float (&x)[V], const uint32_t (&raw)[V], const Route& a) {
+  const auto half = [&](int j) { return a.words ? raw[j / 2] >> (j % 2 * 16) & 0xffffu : raw[j]; };
+  switch (a.dtype) {  // the same for every thread
+    case DType::f32:
+#pragma unroll
+      for (int j = 0; j < V; ++j) x[j] = __uint_as_float(raw[j]);
+      return;
+    case DType::bf16:
+#pragma unroll
+      for (int j = 0; j < V; ++j) x[j] = __uint_as_float(half(j) << 16);
+      return;
+    default:
+#pragma unroll
+      for (int j = 0; j < V; ++j) x[j] = to_float(bits_as<__half>(static_cast<uint16_t>(half(j))));
+  }
+}
+
+// What an expert is compared by: larger is better, and of equals the lower expert is the larger.
+__device__ __forceinline__ uint64_t entry_of(uint32_t order, int expert) {
+  return static_cast<uint64_t>(order) << 32 | ~static_cast<uint32_t>(expert);
+}
+__device__ __forceinline__ int expert_of(uint64_t entry) { return static_cast<int>(~static_cast<uint32_t>(entry)); }
+__device__ __forceinline__ uint32_t order_of(uint64_t entry) { return static_cast<uint32_t>(entry >> 32); }
+
+__device__ __forceinline__ float sigmoid_of(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// No sum of sigmoids is as small, but one of zeros.
+constexpr float least_sum = 1e-20f;
+
+template <int V>
+__device__ __forceinline__ uint32_t best_of(const uint32_t (&order)[V]) {
+  uint32_t best = order[0];
+#pragma unroll
+  for (int j = 1; j < V; ++j) best = max(best, order[j]);
+  return best;
+}
+
+// The sum over all experts of exp(x - top).
+template <int V>
+__device__ __forceinline__ float sum_of_exp(const float (&x)[V], float top, int inside) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int j = 0; j < V; ++j) sum += j < inside ? expf(x[j] - top) : 0.0f;
+  return warp_sum(sum);
+}
+
+struct Two {
+  uint32_t first = below_all, second = below_all;
+
+  __device__ __forceinline__ void see(uint32_t order) {
+    second = max(second, min(first, order));
+    first = max(first, order);
+  }
+};
+
+// Nothing stays of the experts of groups that are not kept: those whose two best add up to the most are. A group belongs
+// to `group_lanes` lanes, each of which looks at a part of it: at its own experts where they are that, else at those of
+// others in shared memory.
+template <int V>
+__device__ __forceinline__ void keep_groups(uint32_t (&order)[V], const Route& a, uint32_t (&all)[V][32], int lane) {
+  const int lanes = a.group_lanes, group = lane / lanes;
+  const int part = (a.group_size + lanes - 1) / lanes;
+  Two best;
+  if (a.group_size == V * lanes) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) best.see(order[j]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; ++j) all[j][lane] = order[j];
+    __syncwarp();
+    const int from = lane % lanes * part, to = min(from + part, a.group_size);
+    if (group < a.groups) {
+      for (int i = from; i < to; ++i) {
+        const int expert = group * a.group_size + i;
+        best.see(all[expert % V][expert / V]);
+      }
+    }
+    __syncwarp();
+  }
+  for (int step = 1; step < lanes; step *= 2) {
+    const uint32_t first = __shfl_xor_sync(whole_warp, best.first, step);
+    const uint32_t second = __shfl_xor_sync(whole_warp, best.second, step);
+    best.see(first), best.see(second);
+  }
+
+  float sum = from_order(best.first);
+  if (a.group_size > 1) sum += from_order(best.second);
+  const uint32_t mine = in_order(sum);
+  int better = 0;
+  for (int other = 0; other < a.groups; ++other) {
+    const uint32_t theirs = __shfl_sync(whole_warp, mine, other * lanes);
+    better += theirs > mine || (theirs == mine && other < group);
+  }
+  const unsigned kept = __ballot_sync(whole_warp, group < a.groups && better < a.kept_groups);  // a bit a lane
+
+  int at = lane * V / a.group_size, within = lane * V % a.group_size;
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    const int holds = min(at * lanes, 31);  // experts past the last one are below all as they are
+    if ((kept >> holds & 1) == 0) order[j] = below_all;
+    if (++within == a.group_size) ++at, within = 0;
+  }
+}
+
+// More than a warp's lanes are as good as the k-th best of the lanes' best: one after the other. Of equals it is the lowest
+// lane, and in it the lowest place.
+template <int V>
+__device__ __forceinline__ void list_one_by_one(uint64_t* list, uint32_t (&order)[V], int chosen, int lane) {
+  for (int r = 0; r < chosen; ++r) {
+    const uint32_t best = best_of(order);
+    const uint32_t winner = __reduce_max_sync(whole_warp, best);
+    const int owner = __ffs(__ballot_sync(whole_warp, best == winner)) - 1;
+    if (lane != owner) continue;
+    bool found = false;
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      if (found || order[j] != winner) continue;
+      list[r] = entry_of(winner, lane * V + j);
+      order[j] = below_all;
+      found = true;
+    }
+  }
+}
+
+// A list, in no order, of at most 32 experts among which the k best are; how many. The k-th best of the lanes' best bounds
+// the k-th best of all from below: what is not below it is listed.
+template <int V>
+__device__ __forceinline__ int list_candidates(uint64_t* list, uint32_t (&order)[V], int chosen, int lane) {
+  uint32_t best = best_of(order), bound = 1;  // where fewer lanes than k have any, every expert is a candidate
+  if (__popc(__ballot_sync(whole_warp, best != below_all)) >= chosen) {
+    for (int r = 0; r < chosen; ++r) {
+      const uint32_t winner = __reduce_max_sync(whole_warp, best);
+      if (winner == below_all) break;  // lanes that were equal left together, and none is left
+      bound = winner;
+      if (best == winner) best = below_all;
+    }
+  }
+
+  int own = 0;
+#pragma unroll
+  for (int j = 0; j < V; ++j) own += order[j] >= bound;
+  int upto = own;  // of the lanes to this one
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int theirs = __shfl_up_sync(whole_warp, upto, step);
+    if (lane >= step) upto += theirs;
+  }
+  const int count = __shfl_sync(whole_warp, upto, 31);
+  if (count > 32) {
+    list_one_by_one(list, order, chosen, lane);
+    return chosen;
+  }
+  int place = upto - own;
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    if (order[j] >= bound) list[place++] = entry_of(order[j], lane * V + j);
+  }
+  return count;
+}
+
+// counts += histogram, once the kernel before has set them to zero.
+__device__ __forceinline__ void add_counts(const int* histogram, const Route& a) {
+  __syncthreads();
+  wait_for_kernel_before();
+  for (int e = threadIdx.x; e < a.experts; e += blockDim.x) {
+    if (const int count = histogram[e]) atomicAdd(a.counts + e, count);
+  }
+}
+
+template <int V>
+constexpr int threads_of = V <= 8 ? 512 : 256;  // registers: a lane's experts, those that come next, and their bias
+
+// Biased: experts are chosen by their scores, with a bias, by groups; else by their logits, which are in the same order.
+template <int V, bool Biased>
+__global__ void __launch_bounds__(threads_of<V>) route_kernel(Route a) {
+  constexpr int warps = threads_of<V> / 32;
+  __shared__ int histogram[most_experts];
+  __shared__ uint64_t lists[warps][32];
+  __shared__ uint32_t spread[Biased ? warps : 1][V][32];
+  for (int e = threadIdx.x; e < a.experts; e += blockDim.x) histogram[e] = 0;
+  __syncthreads();
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int first = lane * V, inside = a.experts - first;  // its experts are the first `inside` of V
+  uint64_t* list = lists[warp];
+  float bias[V];
+  if constexpr (Biased) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      bias[j] = a.bias && j < inside ? value_at(a.bias, a.bias_dtype, (first + j) * a.bias_stride) : 0.0f;
+    }
+  }
+
+  const int64_t step = static_cast<int64_t>(gridDim.x) * warps;
+  int64_t token = static_cast<int64_t>(blockIdx.x) * warps + warp;
+  uint32_t raw[V] = {};
+  if (token < a.tokens) load_raw(raw, a, token, first);
+  for (; token < a.tokens; token += step) {
+    float x[V];
+    unpack(x, raw, a);
+    if (token + step < a.tokens) load_raw(raw, a, token + step, first);  // arrives while this one is worked on
+
+    uint32_t order[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) order[j] = in_order(x[j]);
+    if (a.experts != 32 * V) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) order[j] = j < inside ? order[j] : below_all;
+    }
+    float top = 0.0f, sum = 1.0f;  // of all experts
+    if (!a.sigmoid && (Biased || !a.renormalize)) {
+      top = from_order(__reduce_max_sync(whole_warp, best_of(order)));
+      sum = sum_of_exp(x, top, inside);
+    }
+    if constexpr (Biased) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const float score = a.sigmoid ? sigmoid_of(x[j]) : expf(x[j] - top) / sum;
+        order[j] = j < inside ? in_order(score + bias[j]) : below_all;
+      }
+      if (a.groups) keep_groups(order, a, spread[warp], lane);
+    }
+
+    const int listed = list_candidates(list, order, a.chosen, lane);
+    __syncwarp();
+    const uint64_t own = lane < listed ? list[lane] : 0;
+    int better = 0;
+#pragma unroll 4
+    for (int i = 0; i < listed; ++i) better += list[i] > own;
+    __syncwarp();  // the next token's list is written into the same place
+
+    const bool chosen = lane < listed && better < a.chosen;
+    const int expert = expert_of(own);
+    float value = -INFINITY;
+    if (chosen) value = Biased ? value_at(a.logits, a.dtype, token * a.stride + expert) : from_order(order_of(own));
+    float weight;
+    if (a.sigmoid) {
+      weight = chosen ? sigmoid_of(value) : 0.0f;
+      if (a.renormalize) weight /= warp_sum(weight) + least_sum;
+    } else if (a.renormalize) {
+      const float highest = from_order(__reduce_max_sync(whole_warp, chosen ? in_order(value) : below_all));
+      weight = chosen ? expf(value - highest) : 0.0f;
+      weight /= warp_sum(weight);
+    } else {
+      weight = expf(value - top) / sum;
+    }
+    if (chosen) {
+      const int64_t place = token * a.chosen + better;
+      a.weights[place] = weight * a.scale;
+      a.expert[place] = expert;
+      atomicAdd(histogram + expert, 1);
+    }
+  }
+  add_counts(histogram, a);
+}
+
+// Few experts, chosen by their logits: a token a thread.
+constexpr int few_threads = 256;
+
+__global__ void __launch_bounds__(few_threads) route_few_kernel(Route a) {
+  constexpr int V = few_experts;
+  __shared__ int histogram[V];
+  if (threadIdx.x < V) histogram[threadIdx.x] = 0;
+  __syncthreads();
+
+  const int64_t step = static_cast<int64_t>(gridDim.x) * few_threads;
+  for (int64_t token = static_cast<int64_t>(blockIdx.x) * few_threads + threadIdx.x; token < a.tokens; token += step) {
+    uint32_t raw[V] = {};
+    load_raw(raw, a, token, 0);
+    float x[V];
+    unpack(x, raw, a);
+    uint32_t order[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) order[j] = j < a.experts ? in_order(x[j]) : below_all;
+
+    float value[V], sum = 0.0f;  // of the chosen ones; value: logits, then weights before they are scaled
+    int expert[V];
+    float all = 1.0f;
+    const float top = from_order(best_of(order));
+    if (!a.sigmoid && !a.renormalize) {
+      all = 0.0f;
+#pragma unroll
+      for (int j = 0; j < V; ++j) all += j < a.experts ? expf(x[j] - top) : 0.0f;
+    }
+#pragma unroll
+    for (int r = 0; r < V; ++r) {
+      if (r >= a.chosen) break;
+      uint32_t best = order[0];
+      expert[r] = 0;
+#pragma unroll
+      for (int j = 1; j < V; ++j) {
+        if (order[j] > best) best = order[j], expert[r] = j;
+      }
+#pragma unroll
+      for (int j = 0; j < V; ++j) order[j] = j == expert[r] ? below_all : order[j];
+      const float logit = from_order(best);
+      value[r] = a.sigmoid ? sigmoid_of(logit) : expf(logit - top);
+      sum += value[r];
+    }
+    const float by = !a.renormalize ? all : a.sigmoid ? sum + least_sum : sum;
+#pragma unroll
+    for (int r = 0; r < V; ++r) {
+      if (r >= a.chosen) break;
+      a.weights[token * a.chosen + r] = value[r] / by * a.scale;
+      a.expert[token * a.chosen + r] = expert[r];
+      atomicAdd(histogram + expert[r], 1);
+    }
+  }
+  add_counts(histogram, a);
+}
+
+__global__ void zero_counts_kernel(int* counts /*[E]*/, int experts) {
+  let_next_begin();
+  if (static_cast<int>(threadIdx.x) < experts) counts[threadIdx.x] = 0;
+}
+
+template <int V, bool Biased>
+void run(const Context& context, Route& a) {
+  const int size = static_cast<int>(item_size(a.dtype)), word = word_of(V * size);
+  a.words = word != 0 && a.experts % V == 0 && aligned(a.logits, a.stride * size, word);
+  constexpr int threads = threads_of<V>;
+  const int64_t wanted = (a.tokens + threads / 32 - 1) / (threads / 32);
+  const int64_t blocks = std::min(wanted, resident_blocks<route_kernel<V, Biased>>(context, threads));
+  launch_early<route_kernel<V, Biased>>(context, dim3(static_cast<unsigned>(blocks)), dim3(threads), a);
+}
+
+template <bool Biased>
+void run_by_width(const Context& context, Route& a) {
+  const int each = (a.experts + 31) / 32;  // experts a lane, rounded up to what there is code for
+  if (each <= 1) return run<1, Biased>(context, a);
+  if (each <= 2) return run<2, Biased>(context, a);
+  if (each <= 4) return run<4, Biased>(context, a);
+  if (each <= 5) return run<5, Biased>(context, a);
+  if (each <= 8) return run<8, Biased>(context, a);
+  if (each <= 12) return run<12, Biased>(context, a);
+  if (each <= 16) return run<16, Biased>(context, a);
+  run<32, Biased>(context, a);
+}
+
+void run_few(const Context& context, Route& a) {
+  const int size = static_cast<int>(item_size(a.dtype));
+  a.words = a.experts == few_experts && aligned(a.logits, a.stride * size, 16);
+  const int64_t wanted = (a.tokens + few_threads - 1) / few_threads;
+  const int64_t blocks = std::min(wanted, resident_blocks<route_few_kernel>(context, few_threads));
+  launch_early<route_few_kernel>(context, dim3(static_cast<unsigned>(blocks)), dim3(few_threads), a);
+}
+
+int64_t in_range(const char* argument, int64_t value, int64_t low, int64_t high) {
+  if (value < low || value > high) {
+    wrong_value(argument, std::to_string(low) + " to " + std::to_string(high), std::to_string(value));
+  }
+  return value;
+}
+
+}  // namespace
+
+std::tuple<Buffer, Buffer, Buffer> moe_route(const Context& context, const Tensor& logits /*[T, E]*/, int64_t k,
+                                             const std::string& score, bool renormalize,
+                                             const std::optional<Tensor>& bias /*[E]*/,
+                                             const std::optional<int64_t>& groups,
+                                             const std::optional<int64_t>& topk_groups, double scale) {
+  if (logits.rank != 2 || logits.shape[1] == 0) wrong_value("logits", "shape [T, E], E from 1", shape_of(logits));
+  const int64_t tokens = logits.shape[0], experts = logits.shape[1];
+  if (score != "softmax" && score != "sigmoid") wrong_value("score", "'softmax' or 'sigmoid'", "'" + score + "'");
+  if (bias) {
+    if (bias->rank != 1 || bias->shape[0] != experts) {
+      wrong_value("bias", "shape [" + std::to_string(experts) + "]", shape_of(*bias));
+    }
+    const bool floating = bias->dtype <= DType::f64;
+    if (!floating && bias->dtype != DType::other) wrong_type("bias", "a floating dtype", name_of(bias->dtype));
+  }
+  in_range("k", k, 1, std::min<int64_t>(experts, most_chosen));
+  if (groups.has_value() != topk_groups.has_value()) {
+    const char *missing = groups ? "topk_groups" : "groups", *given = groups ? "groups" : "topk_groups";
+    wrong_type(missing, std::string("an int beside ") + given, "NoneType");
+  }
+  if (groups) {
+    in_range("groups", *groups, 1, experts);
+    if (experts % *groups != 0) {
+      wrong_value("groups", "a divisor of the " + std::to_string(experts) + " experts", std::to_string(*groups));
+    }
+    in_range("topk_groups", *topk_groups, 1, *groups);
+    const int64_t left = *topk_groups * (experts / *groups);
+    if (k > left) {
+      wrong_value("k", "at most the " + std::to_string(left) + " experts of topk_groups groups", std::to_string(k));
+    }
+  }
+  if (experts > most_experts || tokens > INT32_MAX || (groups && *groups > most_groups)) throw Refused{"size"};
+  if (experts > 1 && logits.stride[1] != 1) throw Refused{"unit_stride"};
+  if (bias && bias->dtype != DType::f32 && bias->dtype != logits.dtype) throw Refused{"dtype"};
+  dispatch(logits.dtype, Floats{}, [&]<class T>() {});
+
+  Buffer weights = context.empty({tokens, k}, DType::f32), chosen = context.empty({tokens, k}, DType::i32);
+  Buffer counts = context.empty({experts}, DType::i32);
+  launch<zero_counts_kernel>(context, dim3(1), dim3(most_experts), counts.as<int>(), static_cast<int>(experts));
+  if (tokens > 0) {
+    Route a{};
+    a.logits = logits.data, a.dtype = logits.dtype, a.stride = logits.stride[0];
+    if (bias) a.bias = bias->data, a.bias_dtype = bias->dtype, a.bias_stride = bias->stride[0];
+    a.tokens = tokens, a.experts = static_cast<int>(experts), a.chosen = static_cast<int>(k);
+    if (groups && *topk_groups < *groups) {  // else all are kept
+      a.groups = static_cast<int>(*groups), a.kept_groups = static_cast<int>(*topk_groups);
+      a.group_size = a.experts / a.groups, a.group_lanes = 1;
+      while (2 * a.group_lanes * a.groups <= 32) a.group_lanes *= 2;
+    }
+    a.sigmoid = score == "sigmoid", a.renormalize = renormalize;
+    a.scale = static_cast<float>(scale);
+    a.weights = weights.as<float>(), a.expert = chosen.as<int>(), a.counts = counts.as<int>();
+    if (bias || groups) {
+      run_by_width<true>(context, a);
+    } else if (experts <= few_experts) {
+      run_few(context, a);
+    } else {
+      run_by_width<false>(context, a);
+    }
+  }
+  return {std::move(weights), std::move(chosen), std::move(counts)};
+}
+
+}  // namespace prequal::ops
