@@ -159,6 +159,9 @@ NB_MODULE(_native, m) {
                             {"queries", "references", "values", "k", "query_ptr", "reference_ptr", "index"});
   def<ops::moe_route>(m, "moe_route",
                       {"logits", "k", "score", "renormalize", "bias", "groups", "topk_groups", "scale"});
+  def<ops::moe_permute>(m, "moe_permute", {"x", "experts", "counts", "capacity"});
+  def<ops::moe_unpermute>(m, "moe_unpermute", {"yp", "row_map", "weights"});
+  def<ops::moe_unpermute_backward>(m, "moe_unpermute_backward", {"grad", "yp", "row_map", "weights", "weights_grad"});
 
   m.def("ops", [] {
     nb::list all;

@@ -139,4 +139,14 @@ std::tuple<Buffer, Buffer, Buffer> moe_route(const Context&, const Tensor& logit
                                              const std::optional<int64_t>& groups,
                                              const std::optional<int64_t>& topk_groups, double scale);
 
+// src/ops/moe_permute.cu
+std::tuple<Buffer, Buffer, Buffer> moe_permute(const Context&, const Tensor& x, const Tensor& experts,
+                                               const Tensor& counts, const std::optional<int64_t>& capacity);
+
+// src/ops/moe_unpermute.cu
+Buffer moe_unpermute(const Context&, const Tensor& yp, const Tensor& row_map, const std::optional<Tensor>& weights);
+std::tuple<Buffer, Buffer> moe_unpermute_backward(const Context&, const Tensor& grad, const Tensor& yp,
+                                                  const Tensor& row_map, const std::optional<Tensor>& weights,
+                                                  bool weights_grad);
+
 }  // namespace prequal::ops

@@ -15,7 +15,10 @@ from .knn import radius as radius
 from .layer_norm import layer_norm as layer_norm
 from .layer_norm import layer_norm_backward as layer_norm_backward
 from .linear_gelu import linear_gelu as linear_gelu
+from .moe_permute import moe_permute as moe_permute
 from .moe_route import moe_route as moe_route
+from .moe_unpermute import moe_unpermute as moe_unpermute
+from .moe_unpermute import moe_unpermute_backward as moe_unpermute_backward
 from .qk_rms_norm_cross import qk_rms_norm_cross as qk_rms_norm_cross
 from .qk_rms_norm_cross import qk_rms_norm_cross_backward as qk_rms_norm_cross_backward
 from .qk_rms_norm_cross import qk_rms_norm_cross_inplace as qk_rms_norm_cross_inplace
