@@ -45,7 +45,7 @@ def eager(yp: Tensor, row_map: Tensor, weights: Tensor) -> Tensor:
     return (yp[row_map.long()] * weights[..., None].to(yp.dtype)).sum(1)
 
 
-# Eager's products are rounded to bf16, 2^-9 of each, and their sum is: 2^-9 sqrt(4,096) of values near 1, and 2^-9 of it.
+# Eager rounds its products to bf16, 2^-9 of each, and their sum: 2^-9 sqrt(4,096) of values near 1, and 2^-9 of it.
 OTHERS_DOTS = Tolerance({torch.float32: (2.0**-7, 0.5)})
 
 
