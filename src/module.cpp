@@ -151,6 +151,8 @@ NB_MODULE(_native, m) {
       {"grad", "grad_total", "h", "gate", "total", "scale", "batch", "ptr", "eps", "add_one", "gate_grad", "scale_grad",
        "shift_grad"});
   def<ops::linear_gelu>(m, "linear_gelu", {"x", "weight", "bias", "approximate", "exact_rounding"});
+  def<ops::linear_bias>(m, "linear_bias", {"x", "weight", "bias"});
+  def<ops::linear_relu>(m, "linear_relu", {"x", "weight", "bias"});
   def<ops::knn>(m, "knn", {"queries", "references", "k", "query_ptr", "reference_ptr", "radius", "index"});
   def<ops::radius>(m, "radius", {"queries", "references", "r", "max_neighbors", "query_ptr", "reference_ptr", "index"});
   def<ops::knn_index>(m, "knn_index", {"references", "reference_ptr"});

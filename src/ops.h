@@ -117,6 +117,10 @@ std::tuple<Buffer, Buffer, Buffer, Buffer, Buffer> sparse_gate_add_layer_norm_af
 void linear_gelu(const Context&, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                  const std::string& approximate, bool exact_rounding);
 
+// src/ops/linear_bias.cu
+void linear_bias(const Context&, const Tensor& x, const Tensor& weight, const Tensor& bias);
+void linear_relu(const Context&, const Tensor& x, const Tensor& weight, const Tensor& bias);
+
 // src/ops/knn.cu
 std::tuple<Buffer, Buffer> knn(const Context&, const Tensor& queries, const Tensor& references, int64_t k,
                                const std::optional<Tensor>& query_ptr, const std::optional<Tensor>& reference_ptr,

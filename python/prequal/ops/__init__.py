@@ -14,6 +14,8 @@ from .knn import knn_interpolate as knn_interpolate
 from .knn import radius as radius
 from .layer_norm import layer_norm as layer_norm
 from .layer_norm import layer_norm_backward as layer_norm_backward
+from .linear_bias import linear_bias as linear_bias
+from .linear_bias import linear_relu as linear_relu
 from .linear_gelu import linear_gelu as linear_gelu
 from .moe_permute import moe_permute as moe_permute
 from .moe_route import moe_route as moe_route
