@@ -19,7 +19,8 @@ PREQUAL_HD uint32_t in_order(float x) {
 #else
   const uint32_t bits = x != x ? 0x7fffffffu : x == 0.0f ? 0u : std::bit_cast<uint32_t>(x);
 #endif
-  return bits ^ (bits & 0x80000000u ? 0xffffffffu : 0x80000000u);
+  // all bits of a negative number, the sign of another: a shift and one operation of logic
+  return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
 
 PREQUAL_HD float from_order(uint32_t order) {

@@ -2,7 +2,7 @@
 // weights [T, k], and how many tokens each expert got, counts [E].
 // A warp owns a token, a lane E / 32 experts that follow each other; up to 8 experts and no bias or groups: a thread owns it.
 // Bytes: T E sizeof(logit) read, T k 8 and 4 E written. Counts: shared memory, then one integer atomic a block and expert.
-// Numerics: fp32, with torch's own sigmoid (1 / (1 + exp(-x)), each step rounded). Selection compares, it does not round.
+// Numerics: fp32, with torch's own sigmoid (1 / (1 + exp(-x)), each step rounded); quotients of weights to 2 ulp.
 #include <algorithm>
 #include <optional>
 #include <string>
@@ -35,7 +35,9 @@ struct Route {
   int groups, kept_groups;      // 0: none
   int group_size, group_lanes;  // experts of a group; lanes that look at it, a power of two
   bool sigmoid, renormalize;
-  bool words;  // a lane's experts come in whole words, and no lane has a part of its own
+  bool words;    // a lane's experts come in whole words, and no lane has a part of its own
+  bool full;     // every lane has V experts
+  bool bounded;  // k lanes or more have experts
   float scale;
   float* weights;  // [T, k]
   int* expert;     // [T, k]
@@ -69,51 +71,46 @@ __device__ __forceinline__ void load_words(uint32_t* raw, const void* from) {
 }
 
 // A lane's logits as they are stored, not looked at, so that nothing waits for them: in words two halves a register, else
-// one value a register.
+// one value a register. `row` is where the lane's first one lies.
 template <int V>
-__device__ __forceinline__ void load_raw(uint32_t (&raw)[V], const Route& a, int64_t token, int first) {
-  const int64_t place = token * a.stride + first;
+__device__ __forceinline__ void load_raw(uint32_t (&raw)[V], const Route& a, const void* row, int inside) {
   if (a.words) {
-    if (first >= a.experts) return;
+    if (inside <= 0) return;
     if (a.dtype == DType::f32) {
-      load_words<4 * V>(raw, static_cast<const uint32_t*>(a.logits) + place);
+      load_words<4 * V>(raw, row);
     } else {
-      load_words<2 * V>(raw, static_cast<const uint16_t*>(a.logits) + place);
+      load_words<2 * V>(raw, row);
     }
     return;
   }
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    if (first + j >= a.experts) continue;
-    raw[j] = a.dtype == DType::f32 ? static_cast<const uint32_t*>(a.logits)[place + j]
-                                   : static_cast<const uint16_t*>(a.logits)[place + j];
+    if (j >= inside) continue;
+    raw[j] = a.dtype == DType::f32 ? static_cast<const uint32_t*>(row)[j] : static_cast<const uint16_t*>(row)[j];
   }
 }
 
+// The same in order; below all what is no expert.
 template <int V>
-__device__ __forceinline__ void unpack(float (&x)[V], const uint32_t (&raw)[V], const Route& a) {
+__device__ __forceinline__ void order_raw(uint32_t (&order)[V], const uint32_t (&raw)[V], const Route& a, int inside) {
   const auto half = [&](int j) { return a.words ? raw[j / 2] >> (j % 2 * 16) & 0xffffu : raw[j]; };
   switch (a.dtype) {  // the same for every thread
     case DType::f32:
 #pragma unroll
-      for (int j = 0; j < V; ++j) x[j] = __uint_as_float(raw[j]);
-      return;
+      for (int j = 0; j < V; ++j) order[j] = in_order(__uint_as_float(raw[j]));
+      break;
     case DType::bf16:
 #pragma unroll
-      for (int j = 0; j < V; ++j) x[j] = __uint_as_float(half(j) << 16);
-      return;
+      for (int j = 0; j < V; ++j) order[j] = in_order(__uint_as_float(half(j) << 16));
+      break;
     default:
 #pragma unroll
-      for (int j = 0; j < V; ++j) x[j] = to_float(bits_as<__half>(static_cast<uint16_t>(half(j))));
+      for (int j = 0; j < V; ++j) order[j] = in_order(to_float(bits_as<__half>(static_cast<uint16_t>(half(j)))));
   }
+  if (a.full) return;
+#pragma unroll
+  for (int j = 0; j < V; ++j) order[j] = j < inside ? order[j] : below_all;
 }
-
-// What an expert is compared by: larger is better, and of equals the lower expert is the larger.
-__device__ __forceinline__ uint64_t entry_of(uint32_t order, int expert) {
-  return static_cast<uint64_t>(order) << 32 | ~static_cast<uint32_t>(expert);
-}
-__device__ __forceinline__ int expert_of(uint64_t entry) { return static_cast<int>(~static_cast<uint32_t>(entry)); }
-__device__ __forceinline__ uint32_t order_of(uint64_t entry) { return static_cast<uint32_t>(entry >> 32); }
 
 __device__ __forceinline__ float sigmoid_of(float x) { return 1.0f / (1.0f + expf(-x)); }
 
@@ -130,10 +127,10 @@ __device__ __forceinline__ uint32_t best_of(const uint32_t (&order)[V]) {
 
 // The sum over all experts of exp(x - top).
 template <int V>
-__device__ __forceinline__ float sum_of_exp(const float (&x)[V], float top, int inside) {
+__device__ __forceinline__ float sum_of_exp(const uint32_t (&order)[V], float top) {
   float sum = 0.0f;
 #pragma unroll
-  for (int j = 0; j < V; ++j) sum += j < inside ? expf(x[j] - top) : 0.0f;
+  for (int j = 0; j < V; ++j) sum += order[j] != below_all ? expf(from_order(order[j]) - top) : 0.0f;
   return warp_sum(sum);
 }
 
@@ -198,7 +195,7 @@ __device__ __forceinline__ void keep_groups(uint32_t (&order)[V], const Route& a
 // More than a warp's lanes are as good as the k-th best of the lanes' best: one after the other. Of equals it is the lowest
 // lane, and in it the lowest place.
 template <int V>
-__device__ __forceinline__ void list_one_by_one(uint64_t* list, uint32_t (&order)[V], int chosen, int lane) {
+__device__ __forceinline__ void list_one_by_one(int* list, uint32_t (&order)[V], int chosen, int lane) {
   for (int r = 0; r < chosen; ++r) {
     const uint32_t best = best_of(order);
     const uint32_t winner = __reduce_max_sync(whole_warp, best);
@@ -208,30 +205,34 @@ __device__ __forceinline__ void list_one_by_one(uint64_t* list, uint32_t (&order
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       if (found || order[j] != winner) continue;
-      list[r] = entry_of(winner, lane * V + j);
+      list[r] = lane * V + j;
       order[j] = below_all;
       found = true;
     }
   }
 }
 
-// A list, in no order, of at most 32 experts among which the k best are; how many. The k-th best of the lanes' best bounds
-// the k-th best of all from below: what is not below it is listed.
+// A list of at most 32 experts among which the k best are; how many. Equal ones stand in the order of the experts. The k-th
+// best of the lanes' best bounds the k-th best of all from below: what is not below it is listed.
 template <int V>
-__device__ __forceinline__ int list_candidates(uint64_t* list, uint32_t (&order)[V], int chosen, int lane) {
-  uint32_t best = best_of(order), bound = 1;  // where fewer lanes than k have any, every expert is a candidate
-  if (__popc(__ballot_sync(whole_warp, best != below_all)) >= chosen) {
+__device__ __forceinline__ int list_candidates(int* list, uint32_t (&order)[V], uint32_t best, bool bounded, int chosen,
+                                               int lane) {
+  uint32_t bound = 1;  // where fewer lanes than k have any, every expert is a candidate
+  if (bounded) {
+#pragma unroll 4
     for (int r = 0; r < chosen; ++r) {
       const uint32_t winner = __reduce_max_sync(whole_warp, best);
-      if (winner == below_all) break;  // lanes that were equal left together, and none is left
-      bound = winner;
-      if (best == winner) best = below_all;
+      bound = winner != below_all ? winner : bound;  // lanes that are equal leave together: there may be none left
+      best = best != winner ? best : below_all;
     }
   }
 
-  int own = 0;
+  unsigned mine = 0;
 #pragma unroll
-  for (int j = 0; j < V; ++j) own += order[j] >= bound;
+  for (int j = 0; j < V; ++j) {
+    if (order[j] >= bound) mine |= 1u << j;
+  }
+  const int own = __popc(mine);
   int upto = own;  // of the lanes to this one
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -243,12 +244,22 @@ __device__ __forceinline__ int list_candidates(uint64_t* list, uint32_t (&order)
     list_one_by_one(list, order, chosen, lane);
     return chosen;
   }
-  int place = upto - own;
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
-    if (order[j] >= bound) list[place++] = entry_of(order[j], lane * V + j);
-  }
+  for (int place = upto - own; mine != 0; mine &= mine - 1) list[place++] = lane * V + __ffs(mine) - 1;
   return count;
+}
+
+// How many of the listed orders, which the lanes have, are better than the lane's own.
+__device__ __forceinline__ int rank_of(uint32_t own, uint32_t (&shared)[32], int listed, int lane) {
+  shared[lane] = own;
+  __syncwarp();
+  int better = 0;
+#pragma unroll 1  // mostly two or three times: unrolled, what is left over costs more
+  for (int i = 0; i < listed; i += 4) {
+    const uint4 four = *reinterpret_cast<const uint4*>(shared + i);  // past the last one: below all
+    better += four.x > own, better += four.y > own, better += four.z > own, better += four.w > own;
+  }
+  const unsigned equal = __match_any_sync(whole_warp, own);
+  return better + __popc(equal & ((1u << lane) - 1));
 }
 
 // counts += histogram, once the kernel before has set them to zero.
@@ -267,15 +278,14 @@ constexpr int threads_of = V <= 8 ? 512 : 256;  // registers: a lane's experts, 
 template <int V, bool Biased>
 __global__ void __launch_bounds__(threads_of<V>) route_kernel(Route a) {
   constexpr int warps = threads_of<V> / 32;
-  __shared__ int histogram[most_experts];
-  __shared__ uint64_t lists[warps][32];
+  __shared__ int histogram[most_experts], lists[warps][32];
+  __shared__ alignas(16) uint32_t orders[warps][32];
   __shared__ uint32_t spread[Biased ? warps : 1][V][32];
   for (int e = threadIdx.x; e < a.experts; e += blockDim.x) histogram[e] = 0;
   __syncthreads();
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int first = lane * V, inside = a.experts - first;  // its experts are the first `inside` of V
-  uint64_t* list = lists[warp];
   float bias[V];
   if constexpr (Biased) {
 #pragma unroll
@@ -284,58 +294,62 @@ __global__ void __launch_bounds__(threads_of<V>) route_kernel(Route a) {
     }
   }
 
-  const int64_t step = static_cast<int64_t>(gridDim.x) * warps;
+  const int step = static_cast<int>(gridDim.x) * warps, size = a.dtype == DType::f32 ? 4 : 2;
   int64_t token = static_cast<int64_t>(blockIdx.x) * warps + warp;
+  const char* row = static_cast<const char*>(a.logits) + token * a.stride * size;
+  const int64_t row_step = step * a.stride * size;
   uint32_t raw[V] = {};
-  if (token < a.tokens) load_raw(raw, a, token, first);
-  for (; token < a.tokens; token += step) {
-    float x[V];
-    unpack(x, raw, a);
-    if (token + step < a.tokens) load_raw(raw, a, token + step, first);  // arrives while this one is worked on
-
+  if (token < a.tokens) load_raw(raw, a, row + first * size, inside);
+  for (; token < a.tokens; token += step, row += row_step) {
     uint32_t order[V];
-#pragma unroll
-    for (int j = 0; j < V; ++j) order[j] = in_order(x[j]);
-    if (a.experts != 32 * V) {
-#pragma unroll
-      for (int j = 0; j < V; ++j) order[j] = j < inside ? order[j] : below_all;
-    }
+    order_raw(order, raw, a, inside);
+    if (token + step < a.tokens) load_raw(raw, a, row + row_step + first * size, inside);  // arrives meanwhile
+
+    uint32_t best = best_of(order);
     float top = 0.0f, sum = 1.0f;  // of all experts
     if (!a.sigmoid && (Biased || !a.renormalize)) {
-      top = from_order(__reduce_max_sync(whole_warp, best_of(order)));
-      sum = sum_of_exp(x, top, inside);
+      top = from_order(__reduce_max_sync(whole_warp, best));
+      sum = sum_of_exp(order, top);
     }
+    const auto score_of = [&](float x) { return a.sigmoid ? sigmoid_of(x) : expf(x - top) / sum; };
+    bool bounded = a.bounded;
     if constexpr (Biased) {
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        const float score = a.sigmoid ? sigmoid_of(x[j]) : expf(x[j] - top) / sum;
-        order[j] = j < inside ? in_order(score + bias[j]) : below_all;
+        order[j] = j < inside ? in_order(score_of(from_order(order[j])) + bias[j]) : below_all;
       }
       if (a.groups) keep_groups(order, a, spread[warp], lane);
+      best = best_of(order);
+      bounded = __popc(__ballot_sync(whole_warp, best != below_all)) >= a.chosen;
     }
 
-    const int listed = list_candidates(list, order, a.chosen, lane);
+    const int listed = list_candidates(lists[warp], order, best, bounded, a.chosen, lane);
     __syncwarp();
-    const uint64_t own = lane < listed ? list[lane] : 0;
-    int better = 0;
-#pragma unroll 4
-    for (int i = 0; i < listed; ++i) better += list[i] > own;
-    __syncwarp();  // the next token's list is written into the same place
+    const bool there = lane < listed;
+    const int expert = there ? lists[warp][lane] : 0;
+    const float logit = value_at(row, a.dtype, expert);  // once more, from L1: a lane has others' experts now
+    uint32_t own = below_all;
+    if (there) {
+      if constexpr (Biased) {
+        const float more = a.bias ? value_at(a.bias, a.bias_dtype, expert * a.bias_stride) : 0.0f;
+        own = in_order(score_of(logit) + more);
+      } else {
+        own = in_order(logit);
+      }
+    }
+    const int better = rank_of(own, orders[warp], listed, lane);
+    const bool chosen = there && better < a.chosen;
 
-    const bool chosen = lane < listed && better < a.chosen;
-    const int expert = expert_of(own);
-    float value = -INFINITY;
-    if (chosen) value = Biased ? value_at(a.logits, a.dtype, token * a.stride + expert) : from_order(order_of(own));
     float weight;
     if (a.sigmoid) {
-      weight = chosen ? sigmoid_of(value) : 0.0f;
-      if (a.renormalize) weight /= warp_sum(weight) + least_sum;
+      weight = chosen ? sigmoid_of(logit) : 0.0f;
+      if (a.renormalize) weight = __fdividef(weight, warp_sum(weight) + least_sum);
     } else if (a.renormalize) {
-      const float highest = from_order(__reduce_max_sync(whole_warp, chosen ? in_order(value) : below_all));
-      weight = chosen ? expf(value - highest) : 0.0f;
-      weight /= warp_sum(weight);
+      const float highest = from_order(__reduce_max_sync(whole_warp, chosen ? in_order(logit) : below_all));
+      weight = chosen ? expf(logit - highest) : 0.0f;
+      weight = __fdividef(weight, warp_sum(weight));
     } else {
-      weight = expf(value - top) / sum;
+      weight = __fdividef(expf(logit - top), sum);
     }
     if (chosen) {
       const int64_t place = token * a.chosen + better;
@@ -343,6 +357,7 @@ __global__ void __launch_bounds__(threads_of<V>) route_kernel(Route a) {
       a.expert[place] = expert;
       atomicAdd(histogram + expert, 1);
     }
+    __syncwarp();  // the next token's list and orders are written into the same places
   }
   add_counts(histogram, a);
 }
@@ -357,14 +372,11 @@ __global__ void __launch_bounds__(few_threads) route_few_kernel(Route a) {
   __syncthreads();
 
   const int64_t step = static_cast<int64_t>(gridDim.x) * few_threads;
+  const int size = a.dtype == DType::f32 ? 4 : 2;
   for (int64_t token = static_cast<int64_t>(blockIdx.x) * few_threads + threadIdx.x; token < a.tokens; token += step) {
-    uint32_t raw[V] = {};
-    load_raw(raw, a, token, 0);
-    float x[V];
-    unpack(x, raw, a);
-    uint32_t order[V];
-#pragma unroll
-    for (int j = 0; j < V; ++j) order[j] = j < a.experts ? in_order(x[j]) : below_all;
+    uint32_t raw[V] = {}, order[V];
+    load_raw(raw, a, static_cast<const char*>(a.logits) + token * a.stride * size, a.experts);
+    order_raw(order, raw, a, a.experts);
 
     float value[V], sum = 0.0f;  // of the chosen ones; value: logits, then weights before they are scaled
     int expert[V];
@@ -373,7 +385,7 @@ __global__ void __launch_bounds__(few_threads) route_few_kernel(Route a) {
     if (!a.sigmoid && !a.renormalize) {
       all = 0.0f;
 #pragma unroll
-      for (int j = 0; j < V; ++j) all += j < a.experts ? expf(x[j] - top) : 0.0f;
+      for (int j = 0; j < V; ++j) all += order[j] != below_all ? expf(from_order(order[j]) - top) : 0.0f;
     }
 #pragma unroll
     for (int r = 0; r < V; ++r) {
@@ -394,7 +406,7 @@ __global__ void __launch_bounds__(few_threads) route_few_kernel(Route a) {
 #pragma unroll
     for (int r = 0; r < V; ++r) {
       if (r >= a.chosen) break;
-      a.weights[token * a.chosen + r] = value[r] / by * a.scale;
+      a.weights[token * a.chosen + r] = __fdividef(value[r], by) * a.scale;
       a.expert[token * a.chosen + r] = expert[r];
       atomicAdd(histogram + expert[r], 1);
     }
@@ -411,6 +423,8 @@ template <int V, bool Biased>
 void run(const Context& context, Route& a) {
   const int size = static_cast<int>(item_size(a.dtype)), word = word_of(V * size);
   a.words = word != 0 && a.experts % V == 0 && aligned(a.logits, a.stride * size, word);
+  a.full = a.experts == 32 * V;
+  a.bounded = (a.experts + V - 1) / V >= a.chosen;
   constexpr int threads = threads_of<V>;
   const int64_t wanted = (a.tokens + threads / 32 - 1) / (threads / 32);
   const int64_t blocks = std::min(wanted, resident_blocks<route_kernel<V, Biased>>(context, threads));
@@ -432,7 +446,8 @@ void run_by_width(const Context& context, Route& a) {
 
 void run_few(const Context& context, Route& a) {
   const int size = static_cast<int>(item_size(a.dtype));
-  a.words = a.experts == few_experts && aligned(a.logits, a.stride * size, 16);
+  a.full = a.experts == few_experts;
+  a.words = a.full && aligned(a.logits, a.stride * size, 16);
   const int64_t wanted = (a.tokens + few_threads - 1) / few_threads;
   const int64_t blocks = std::min(wanted, resident_blocks<route_few_kernel>(context, few_threads));
   launch_early<route_few_kernel>(context, dim3(static_cast<unsigned>(blocks)), dim3(few_threads), a);
