@@ -1,6 +1,6 @@
 // experts[t] = the k best of logits [T, E] (softmax or sigmoid; with a bias and by groups, of what they make of it), their
 // weights [T, k], and how many tokens each expert got, counts [E].
-// A warp owns a token, a lane E / 32 experts that follow each other; up to 8 experts and no bias or groups: a thread owns it.
+// A warp or half of one owns a token, a lane some experts that follow each other; up to 8, no bias or groups: a thread does.
 // Bytes: T E sizeof(logit) read, T k 8 and 4 E written. Counts: shared memory, then one integer atomic a block and expert.
 // Numerics: fp32, with torch's own sigmoid (1 / (1 + exp(-x)), each step rounded); quotients of weights to 2 ulp.
 #include <algorithm>
@@ -13,7 +13,6 @@
 #include "prequal/early.cuh"
 #include "prequal/float_order.h"
 #include "prequal/launch.h"
-#include "prequal/reduce.cuh"
 #include "prequal/vec.cuh"
 
 namespace prequal::ops {
@@ -36,7 +35,7 @@ struct Route {
   int group_size, group_lanes;  // experts of a group; lanes that look at it, a power of two
   bool sigmoid, renormalize;
   bool words;    // a lane's experts come in whole words, and no lane has a part of its own
-  bool full;     // every lane has V experts
+  bool full;     // every lane has as many as there is code for
   bool bounded;  // k lanes or more have experts
   float scale;
   float* weights;  // [T, k]
@@ -125,13 +124,45 @@ __device__ __forceinline__ uint32_t best_of(const uint32_t (&order)[V]) {
   return best;
 }
 
+// The lanes that own a token: a warp, or one half of it.
+template <int Lanes>
+struct Team {
+  static_assert(Lanes == 32 || Lanes == 16);
+
+  __device__ __forceinline__ static int lane() { return threadIdx.x % Lanes; }
+  __device__ __forceinline__ static int number() { return threadIdx.x / Lanes; }  // in the block
+
+  __device__ __forceinline__ static uint32_t most(uint32_t value) {
+    if constexpr (Lanes == 32) {
+      return __reduce_max_sync(whole_warp, value);
+    } else {
+#pragma unroll
+      for (int step = Lanes / 2; step > 0; step /= 2) value = max(value, __shfl_xor_sync(whole_warp, value, step));
+      return value;
+    }
+  }
+  __device__ __forceinline__ static float sum(float value) {
+#pragma unroll
+    for (int step = Lanes / 2; step > 0; step /= 2) value += __shfl_xor_sync(whole_warp, value, step);
+    return value;
+  }
+  // A bit for each of its lanes, of a mask of the warp.
+  __device__ __forceinline__ static unsigned own(unsigned mask) {
+    if constexpr (Lanes == 32) {
+      return mask;
+    } else {
+      return mask >> (threadIdx.x / Lanes % 2 * Lanes) & ((1u << Lanes) - 1);
+    }
+  }
+};
+
 // The sum over all experts of exp(x - top).
-template <int V>
+template <int Lanes, int V>
 __device__ __forceinline__ float sum_of_exp(const uint32_t (&order)[V], float top) {
   float sum = 0.0f;
 #pragma unroll
   for (int j = 0; j < V; ++j) sum += order[j] != below_all ? expf(from_order(order[j]) - top) : 0.0f;
-  return warp_sum(sum);
+  return Team<Lanes>::sum(sum);
 }
 
 struct Two {
@@ -192,14 +223,14 @@ __device__ __forceinline__ void keep_groups(uint32_t (&order)[V], const Route& a
   }
 }
 
-// More than a warp's lanes are as good as the k-th best of the lanes' best: one after the other. Of equals it is the lowest
+// More than a team's lanes are as good as the k-th best of the lanes' best: one after the other. Of equals it is the lowest
 // lane, and in it the lowest place.
-template <int V>
+template <int Lanes, int V>
 __device__ __forceinline__ void list_one_by_one(int* list, uint32_t (&order)[V], int chosen, int lane) {
   for (int r = 0; r < chosen; ++r) {
     const uint32_t best = best_of(order);
-    const uint32_t winner = __reduce_max_sync(whole_warp, best);
-    const int owner = __ffs(__ballot_sync(whole_warp, best == winner)) - 1;
+    const uint32_t winner = Team<Lanes>::most(best);
+    const int owner = __ffs(Team<Lanes>::own(__ballot_sync(whole_warp, best == winner))) - 1;
     if (lane != owner) continue;
     bool found = false;
 #pragma unroll
@@ -212,16 +243,17 @@ __device__ __forceinline__ void list_one_by_one(int* list, uint32_t (&order)[V],
   }
 }
 
-// A list of at most 32 experts among which the k best are; how many. Equal ones stand in the order of the experts. The k-th
-// best of the lanes' best bounds the k-th best of all from below: what is not below it is listed.
-template <int V>
+// A list of at most as many experts as the team has lanes, among which the k best are; how many. Equal ones stand in the
+// order of the experts. The k-th best of the lanes' best bounds the k-th best of all from below: what is not below it is
+// listed.
+template <int Lanes, int V>
 __device__ __forceinline__ int list_candidates(int* list, uint32_t (&order)[V], uint32_t best, bool bounded, int chosen,
                                                int lane) {
   uint32_t bound = 1;  // where fewer lanes than k have any, every expert is a candidate
   if (bounded) {
 #pragma unroll 4
     for (int r = 0; r < chosen; ++r) {
-      const uint32_t winner = __reduce_max_sync(whole_warp, best);
+      const uint32_t winner = Team<Lanes>::most(best);
       bound = winner != below_all ? winner : bound;  // lanes that are equal leave together: there may be none left
       best = best != winner ? best : below_all;
     }
@@ -235,13 +267,13 @@ __device__ __forceinline__ int list_candidates(int* list, uint32_t (&order)[V], 
   const int own = __popc(mine);
   int upto = own;  // of the lanes to this one
 #pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
+  for (int step = 1; step < Lanes; step *= 2) {
     const int theirs = __shfl_up_sync(whole_warp, upto, step);
     if (lane >= step) upto += theirs;
   }
-  const int count = __shfl_sync(whole_warp, upto, 31);
-  if (count > 32) {
-    list_one_by_one(list, order, chosen, lane);
+  const int count = __shfl_sync(whole_warp, upto, threadIdx.x % 32 | (Lanes - 1));
+  if (__any_sync(whole_warp, count > Lanes)) {  // of either team: they go together
+    list_one_by_one<Lanes>(list, order, chosen, lane);
     return chosen;
   }
   for (int place = upto - own; mine != 0; mine &= mine - 1) list[place++] = lane * V + __ffs(mine) - 1;
@@ -249,7 +281,8 @@ __device__ __forceinline__ int list_candidates(int* list, uint32_t (&order)[V], 
 }
 
 // How many of the listed orders, which the lanes have, are better than the lane's own.
-__device__ __forceinline__ int rank_of(uint32_t own, uint32_t (&shared)[32], int listed, int lane) {
+template <int Lanes>
+__device__ __forceinline__ int rank_of(uint32_t own, uint32_t (&shared)[Lanes], int listed, int lane) {
   shared[lane] = own;
   __syncwarp();
   int better = 0;
@@ -258,7 +291,8 @@ __device__ __forceinline__ int rank_of(uint32_t own, uint32_t (&shared)[32], int
     const uint4 four = *reinterpret_cast<const uint4*>(shared + i);  // past the last one: below all
     better += four.x > own, better += four.y > own, better += four.z > own, better += four.w > own;
   }
-  const unsigned equal = __match_any_sync(whole_warp, own);
+  __syncwarp();
+  const unsigned equal = Team<Lanes>::own(__match_any_sync(whole_warp, own));
   return better + __popc(equal & ((1u << lane) - 1));
 }
 
@@ -271,20 +305,23 @@ __device__ __forceinline__ void add_counts(const int* histogram, const Route& a)
   }
 }
 
-template <int V>
-constexpr int threads_of = V <= 8 ? 512 : 256;  // registers: a lane's experts, those that come next, and their bias
+template <int V, bool Biased>
+constexpr int threads_of =
+    V <= (Biased ? 8 : 16) ? 512 : 256;  // registers: a lane's experts, the next ones, their bias
 
 // Biased: experts are chosen by their scores, with a bias, by groups; else by their logits, which are in the same order.
-template <int V, bool Biased>
-__global__ void __launch_bounds__(threads_of<V>) route_kernel(Route a) {
-  constexpr int warps = threads_of<V> / 32;
-  __shared__ int histogram[most_experts], lists[warps][32];
-  __shared__ alignas(16) uint32_t orders[warps][32];
-  __shared__ uint32_t spread[Biased ? warps : 1][V][32];
+template <int V, int Lanes, bool Biased>
+__global__ void __launch_bounds__(threads_of<V, Biased>) route_kernel(Route a) {
+  static_assert(!Biased || Lanes == 32);
+  constexpr int teams = threads_of<V, Biased> / Lanes, together = 32 / Lanes;  // of a block; of a warp
+  __shared__ int histogram[most_experts], lists[teams][Lanes];
+  __shared__ alignas(16) uint32_t orders[teams][Lanes];
+  __shared__ uint32_t spread[Biased ? teams : 1][V][32];
   for (int e = threadIdx.x; e < a.experts; e += blockDim.x) histogram[e] = 0;
   __syncthreads();
 
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  using Own = Team<Lanes>;
+  const int lane = Own::lane(), team = Own::number();
   const int first = lane * V, inside = a.experts - first;  // its experts are the first `inside` of V
   float bias[V];
   if constexpr (Biased) {
@@ -294,22 +331,24 @@ __global__ void __launch_bounds__(threads_of<V>) route_kernel(Route a) {
     }
   }
 
-  const int step = static_cast<int>(gridDim.x) * warps, size = a.dtype == DType::f32 ? 4 : 2;
-  int64_t token = static_cast<int64_t>(blockIdx.x) * warps + warp;
-  const char* row = static_cast<const char*>(a.logits) + token * a.stride * size;
-  const int64_t row_step = step * a.stride * size;
+  const int step = static_cast<int>(gridDim.x) * teams, size = a.dtype == DType::f32 ? 4 : 2;
+  // past the last token, the other team of a warp goes through the last one again and writes nothing
+  const auto row_of = [&](int64_t token) {
+    return static_cast<const char*>(a.logits) + min(token, a.tokens - 1) * a.stride * size;
+  };
+  int64_t token = static_cast<int64_t>(blockIdx.x) * teams + team;
   uint32_t raw[V] = {};
-  if (token < a.tokens) load_raw(raw, a, row + first * size, inside);
-  for (; token < a.tokens; token += step, row += row_step) {
+  if (token - team % together < a.tokens) load_raw(raw, a, row_of(token) + first * size, inside);
+  for (; token - team % together < a.tokens; token += step) {
     uint32_t order[V];
     order_raw(order, raw, a, inside);
-    if (token + step < a.tokens) load_raw(raw, a, row + row_step + first * size, inside);  // arrives meanwhile
+    load_raw(raw, a, row_of(token + step) + first * size, inside);  // arrives meanwhile
 
     uint32_t best = best_of(order);
     float top = 0.0f, sum = 1.0f;  // of all experts
     if (!a.sigmoid && (Biased || !a.renormalize)) {
-      top = from_order(__reduce_max_sync(whole_warp, best));
-      sum = sum_of_exp(order, top);
+      top = from_order(Own::most(best));
+      sum = sum_of_exp<Lanes>(order, top);
     }
     const auto score_of = [&](float x) { return a.sigmoid ? sigmoid_of(x) : expf(x - top) / sum; };
     bool bounded = a.bounded;
@@ -318,16 +357,16 @@ __global__ void __launch_bounds__(threads_of<V>) route_kernel(Route a) {
       for (int j = 0; j < V; ++j) {
         order[j] = j < inside ? in_order(score_of(from_order(order[j])) + bias[j]) : below_all;
       }
-      if (a.groups) keep_groups(order, a, spread[warp], lane);
+      if (a.groups) keep_groups(order, a, spread[team], lane);
       best = best_of(order);
       bounded = __popc(__ballot_sync(whole_warp, best != below_all)) >= a.chosen;
     }
 
-    const int listed = list_candidates(lists[warp], order, best, bounded, a.chosen, lane);
+    const int listed = list_candidates<Lanes>(lists[team], order, best, bounded, a.chosen, lane);
     __syncwarp();
     const bool there = lane < listed;
-    const int expert = there ? lists[warp][lane] : 0;
-    const float logit = value_at(row, a.dtype, expert);  // once more, from L1: a lane has others' experts now
+    const int expert = there ? lists[team][lane] : 0;
+    const float logit = value_at(row_of(token), a.dtype, expert);  // once more, from L1: a lane has others' experts now
     uint32_t own = below_all;
     if (there) {
       if constexpr (Biased) {
@@ -337,21 +376,21 @@ __global__ void __launch_bounds__(threads_of<V>) route_kernel(Route a) {
         own = in_order(logit);
       }
     }
-    const int better = rank_of(own, orders[warp], listed, lane);
+    const int better = rank_of<Lanes>(own, orders[team], listed, lane);
     const bool chosen = there && better < a.chosen;
 
     float weight;
     if (a.sigmoid) {
       weight = chosen ? sigmoid_of(logit) : 0.0f;
-      if (a.renormalize) weight = __fdividef(weight, warp_sum(weight) + least_sum);
+      if (a.renormalize) weight = __fdividef(weight, Own::sum(weight) + least_sum);
     } else if (a.renormalize) {
-      const float highest = from_order(__reduce_max_sync(whole_warp, chosen ? in_order(logit) : below_all));
+      const float highest = from_order(Own::most(chosen ? in_order(logit) : below_all));
       weight = chosen ? expf(logit - highest) : 0.0f;
-      weight = __fdividef(weight, warp_sum(weight));
+      weight = __fdividef(weight, Own::sum(weight));
     } else {
       weight = __fdividef(expf(logit - top), sum);
     }
-    if (chosen) {
+    if (chosen && token < a.tokens) {
       const int64_t place = token * a.chosen + better;
       a.weights[place] = weight * a.scale;
       a.expert[place] = expert;
@@ -419,29 +458,48 @@ __global__ void zero_counts_kernel(int* counts /*[E]*/, int experts) {
   if (static_cast<int>(threadIdx.x) < experts) counts[threadIdx.x] = 0;
 }
 
-template <int V, bool Biased>
+template <int V, int Lanes, bool Biased>
 void run(const Context& context, Route& a) {
   const int size = static_cast<int>(item_size(a.dtype)), word = word_of(V * size);
   a.words = word != 0 && a.experts % V == 0 && aligned(a.logits, a.stride * size, word);
-  a.full = a.experts == 32 * V;
+  a.full = a.experts == Lanes * V;
   a.bounded = (a.experts + V - 1) / V >= a.chosen;
-  constexpr int threads = threads_of<V>;
-  const int64_t wanted = (a.tokens + threads / 32 - 1) / (threads / 32);
-  const int64_t blocks = std::min(wanted, resident_blocks<route_kernel<V, Biased>>(context, threads));
-  launch_early<route_kernel<V, Biased>>(context, dim3(static_cast<unsigned>(blocks)), dim3(threads), a);
+  constexpr int threads = threads_of<V, Biased>, teams = threads / Lanes;
+  constexpr auto kernel = route_kernel<V, Lanes, Biased>;
+  const int64_t blocks = std::min((a.tokens + teams - 1) / teams, resident_blocks<kernel>(context, threads));
+  launch_early<kernel>(context, dim3(static_cast<unsigned>(blocks)), dim3(threads), a);
 }
 
-template <bool Biased>
-void run_by_width(const Context& context, Route& a) {
-  const int each = (a.experts + 31) / 32;  // experts a lane, rounded up to what there is code for
-  if (each <= 1) return run<1, Biased>(context, a);
-  if (each <= 2) return run<2, Biased>(context, a);
-  if (each <= 4) return run<4, Biased>(context, a);
-  if (each <= 5) return run<5, Biased>(context, a);
-  if (each <= 8) return run<8, Biased>(context, a);
-  if (each <= 12) return run<12, Biased>(context, a);
-  if (each <= 16) return run<16, Biased>(context, a);
-  run<32, Biased>(context, a);
+// Half a warp a token shares a warp's instructions among two. It lists 16 candidates at most, which k near 16 would often
+// fill: they would be taken one by one.
+constexpr int most_by_halves = 10;
+
+void run_plain(const Context& context, Route& a) {
+  if (a.chosen <= most_by_halves) {
+    const int each = (a.experts + 15) / 16;  // experts a lane, rounded up to what there is code for
+    if (each <= 4) return run<4, 16, false>(context, a);
+    if (each <= 8) return run<8, 16, false>(context, a);
+    if (each <= 10) return run<10, 16, false>(context, a);
+    if (each <= 16) return run<16, 16, false>(context, a);
+  }
+  const int each = (a.experts + 31) / 32;
+  if (each <= 2) return run<2, 32, false>(context, a);
+  if (each <= 8) return run<8, 32, false>(context, a);
+  if (each <= 12) return run<12, 32, false>(context, a);
+  if (each <= 16) return run<16, 32, false>(context, a);
+  run<32, 32, false>(context, a);
+}
+
+void run_biased(const Context& context, Route& a) {
+  const int each = (a.experts + 31) / 32;
+  if (each <= 1) return run<1, 32, true>(context, a);
+  if (each <= 2) return run<2, 32, true>(context, a);
+  if (each <= 4) return run<4, 32, true>(context, a);
+  if (each <= 5) return run<5, 32, true>(context, a);
+  if (each <= 8) return run<8, 32, true>(context, a);
+  if (each <= 12) return run<12, 32, true>(context, a);
+  if (each <= 16) return run<16, 32, true>(context, a);
+  run<32, 32, true>(context, a);
 }
 
 void run_few(const Context& context, Route& a) {
@@ -515,11 +573,11 @@ std::tuple<Buffer, Buffer, Buffer> moe_route(const Context& context, const Tenso
     a.scale = static_cast<float>(scale);
     a.weights = weights.as<float>(), a.expert = chosen.as<int>(), a.counts = counts.as<int>();
     if (bias || groups) {
-      run_by_width<true>(context, a);
+      run_biased(context, a);
     } else if (experts <= few_experts) {
       run_few(context, a);
     } else {
-      run_by_width<false>(context, a);
+      run_plain(context, a);
     }
   }
   return {std::move(weights), std::move(chosen), std::move(counts)};
