@@ -337,12 +337,14 @@ __global__ void __launch_bounds__(threads_of<V, Biased>) route_kernel(Route a) {
     return static_cast<const char*>(a.logits) + min(token, a.tokens - 1) * a.stride * size;
   };
   int64_t token = static_cast<int64_t>(blockIdx.x) * teams + team;
+  const char* row = row_of(token);
   uint32_t raw[V] = {};
-  if (token - team % together < a.tokens) load_raw(raw, a, row_of(token) + first * size, inside);
+  if (token - team % together < a.tokens) load_raw(raw, a, row + first * size, inside);
   for (; token - team % together < a.tokens; token += step) {
     uint32_t order[V];
     order_raw(order, raw, a, inside);
-    load_raw(raw, a, row_of(token + step) + first * size, inside);  // arrives meanwhile
+    const char* next = row_of(token + step);
+    load_raw(raw, a, next + first * size, inside);  // arrives meanwhile
 
     uint32_t best = best_of(order);
     float top = 0.0f, sum = 1.0f;  // of all experts
@@ -366,7 +368,7 @@ __global__ void __launch_bounds__(threads_of<V, Biased>) route_kernel(Route a) {
     __syncwarp();
     const bool there = lane < listed;
     const int expert = there ? lists[team][lane] : 0;
-    const float logit = value_at(row_of(token), a.dtype, expert);  // once more, from L1: a lane has others' experts now
+    const float logit = value_at(row, a.dtype, expert);  // once more, from L1: a lane has others' experts now
     uint32_t own = below_all;
     if (there) {
       if constexpr (Biased) {
@@ -396,6 +398,7 @@ __global__ void __launch_bounds__(threads_of<V, Biased>) route_kernel(Route a) {
       a.expert[place] = expert;
       atomicAdd(histogram + expert, 1);
     }
+    row = next;
     __syncwarp();  // the next token's list and orders are written into the same places
   }
   add_counts(histogram, a);

@@ -115,8 +115,8 @@ def test_ties_go_to_the_lowest_experts(device, dtype, experts, k):
 @pytest.mark.parametrize("k", [2, 8, 10, 11, 16, 17])
 @pytest.mark.parametrize("experts", [20, 64, 160, 256, 400])
 def test_the_best_may_all_lie_together(device, experts, k):
-    """Rows that rise or fall: the best are of a few lanes, and more than a team's lanes are as good as its bound. In one
-    warp with them a row in no order, and a number of rows that leaves a team without one."""
+    """Rows that rise or fall: the best are of a few lanes, and more than a team has lanes are as good as its bound. In
+    a warp with them a row in no order, and a number of rows that leaves a team without one."""
     falling = torch.arange(experts, 0, -1, device=device) / 8
     odd = spaced_logits(device, 1, experts, torch.float32)[0]
     logits = torch.stack([falling, odd, odd, falling.flip(0), odd, falling, falling.flip(0)])
