@@ -323,12 +323,14 @@ __global__ void __launch_bounds__(threads_of<V, Biased>) route_kernel(Route a) {
   using Own = Team<Lanes>;
   const int lane = Own::lane(), team = Own::number();
   const int first = lane * V, inside = a.experts - first;  // its experts are the first `inside` of V
-  float bias[V];
-  if constexpr (Biased) {
+  const auto bias_of = [&](int expert) {
+    return a.bias ? value_at(a.bias, a.bias_dtype, expert * a.bias_stride) : 0.0f;
+  };
+  constexpr bool keeps_bias = Biased && V <= 8;  // in registers; more of them spill, and it is read again
+  float bias[keeps_bias ? V : 1];
+  if constexpr (keeps_bias) {
 #pragma unroll
-    for (int j = 0; j < V; ++j) {
-      bias[j] = a.bias && j < inside ? value_at(a.bias, a.bias_dtype, (first + j) * a.bias_stride) : 0.0f;
-    }
+    for (int j = 0; j < V; ++j) bias[j] = j < inside ? bias_of(first + j) : 0.0f;
   }
 
   const int step = static_cast<int>(gridDim.x) * teams, size = a.dtype == DType::f32 ? 4 : 2;
@@ -352,12 +354,20 @@ __global__ void __launch_bounds__(threads_of<V, Biased>) route_kernel(Route a) {
       top = from_order(Own::most(best));
       sum = sum_of_exp<Lanes>(order, top);
     }
-    const auto score_of = [&](float x) { return a.sigmoid ? sigmoid_of(x) : expf(x - top) / sum; };
+    const float inverse = 1.0f / sum;
+    const auto score_of = [&](float x) { return a.sigmoid ? sigmoid_of(x) : expf(x - top) * inverse; };
     bool bounded = a.bounded;
     if constexpr (Biased) {
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        order[j] = j < inside ? in_order(score_of(from_order(order[j])) + bias[j]) : below_all;
+        if (j >= inside) continue;  // below all already
+        float more;
+        if constexpr (keeps_bias) {
+          more = bias[j];
+        } else {
+          more = bias_of(first + j);
+        }
+        order[j] = in_order(score_of(from_order(order[j])) + more);
       }
       if (a.groups) keep_groups(order, a, spread[team], lane);
       best = best_of(order);
@@ -372,8 +382,7 @@ __global__ void __launch_bounds__(threads_of<V, Biased>) route_kernel(Route a) {
     uint32_t own = below_all;
     if (there) {
       if constexpr (Biased) {
-        const float more = a.bias ? value_at(a.bias, a.bias_dtype, expert * a.bias_stride) : 0.0f;
-        own = in_order(score_of(logit) + more);
+        own = in_order(score_of(logit) + bias_of(expert));
       } else {
         own = in_order(logit);
       }
@@ -390,7 +399,7 @@ __global__ void __launch_bounds__(threads_of<V, Biased>) route_kernel(Route a) {
       weight = chosen ? expf(logit - highest) : 0.0f;
       weight = __fdividef(weight, Own::sum(weight));
     } else {
-      weight = __fdividef(expf(logit - top), sum);
+      weight = expf(logit - top) * inverse;
     }
     if (chosen && token < a.tokens) {
       const int64_t place = token * a.chosen + better;

@@ -21,6 +21,7 @@ namespace {
 struct Unit : FileOf<"moe_unpermute"> {};
 
 constexpr int most_chosen = 32;  // a lane has one each
+constexpr int64_t widest_row = int64_t{1} << 30;
 constexpr int threads = 256, warps = threads / 32;
 constexpr int items = 4;  // accesses of a row that a lane works on
 constexpr unsigned whole_warp = 0xffffffffu;
@@ -92,7 +93,7 @@ constexpr int rows_ahead = 2;  // of a token, on their way at a time
 
 template <class T, bool Words>
 __global__ void __launch_bounds__(threads, 3)
-    unpermute_kernel(Choice a, const T* yp /*[R, H]*/, int64_t stride, T* y /*[T, H]*/, int64_t width) {
+    unpermute_kernel(Choice a, const T* yp /*[R, H]*/, int64_t stride, T* y /*[T, H]*/, int width) {
   using Of = Access<T, Words>;
   const int lane = threadIdx.x % 32;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32;
@@ -101,8 +102,8 @@ __global__ void __launch_bounds__(threads, 3)
   const int64_t own_row = lane < a.chosen ? a.row_at(token, lane) : -1;
   const float own_weight = own_row >= 0 ? a.weight_at(token, lane) : 0.0f;
   constexpr int step = 32 * Of::values;
-  for (int64_t begin = 0; begin < width; begin += items * step) {
-    const int64_t first = begin + lane * Of::values;
+  for (int begin = 0; begin < width; begin += items * step) {
+    const int first = begin + lane * Of::values;
     float sum[items][Of::values] = {};
     for (int j = 0; j < a.chosen; j += rows_ahead) {
       typename Of::Held held[rows_ahead][items];
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(threads, 3)
     }
 #pragma unroll
     for (int item = 0; item < items; ++item) {
-      if (first + item * step < width) Of::write(y + token * width + first + item * step, sum[item]);
+      if (first + item * step < width) Of::write(y + token * width + (first + item * step), sum[item]);
     }
   }
 }
@@ -152,7 +153,7 @@ struct Backward {
   T* dyp;                // [R, H]
   void* dweights;        // [T, k] of the dtype of weights, or null
   const uint8_t* taken;  // [R]
-  int64_t width;
+  int width;
 };
 
 template <class T, bool Words>
@@ -169,11 +170,11 @@ __global__ void __launch_bounds__(threads) unpermute_backward_kernel(Choice a, B
       const float weight = row >= 0 ? a.weight_at(token, j) : 0.0f;
       float dot = 0.0f;
       if (row >= 0) {
-        for (int64_t first = lane * Of::values; first < b.width; first += items * step) {
+        for (int first = lane * Of::values; first < b.width; first += items * step) {
           typename Of::Held grad[items], value[items];
 #pragma unroll
           for (int item = 0; item < items; ++item) {
-            const int64_t column = first + item * step;
+            const int column = first + item * step;
             const bool there = column < b.width;
             grad[item] = there ? Of::read(b.grad + token * b.grad_stride + column) : Of::none();
             value[item] = there && b.dweights ? Of::read(b.yp + row * b.yp_stride + column) : Of::none();
@@ -208,7 +209,7 @@ __global__ void __launch_bounds__(threads) unpermute_backward_kernel(Choice a, B
   const float zeros[Of::values] = {};
   for (int64_t row = warp; row < a.rows; row += all_warps) {
     if (b.taken[row]) continue;
-    for (int64_t column = lane * Of::values; column < b.width; column += step) {
+    for (int column = lane * Of::values; column < b.width; column += step) {
       Of::write(b.dyp + row * b.width + column, zeros);
     }
   }
@@ -228,7 +229,7 @@ Choice choice_of(const Tensor& yp, const Tensor& row_map, const std::optional<Te
       wrong_value("weights", "the shape " + shape_of(row_map) + " of row_map", shape_of(*weights));
     }
   }
-  if (row_map.shape[1] > most_chosen) throw Refused{"size"};
+  if (yp.shape[1] > widest_row || row_map.shape[1] > most_chosen) throw Refused{"size"};
   if (yp.shape[1] > 1 && yp.stride[1] != 1) throw Refused{"unit_stride"};
   if (weights && weights->dtype != DType::f32 && weights->dtype != yp.dtype) throw Refused{"dtype"};
 
@@ -256,7 +257,8 @@ Buffer moe_unpermute(const Context& context, const Tensor& yp /*[R, H]*/, const 
   const Choice a = choice_of(yp, row_map, weights);
   std::optional<Buffer> y;
   dispatch(yp.dtype, Floats{}, [&]<class T>() {
-    const int64_t width = yp.shape[1], stride = yp.stride[0];
+    const int width = static_cast<int>(yp.shape[1]);
+    const int64_t stride = yp.stride[0];
     y.emplace(context.empty({a.tokens, width}, yp.dtype));
     if (a.tokens == 0 || width == 0) return;
     const dim3 grid = blocks_for(a.tokens, warps);
@@ -299,7 +301,7 @@ std::tuple<Buffer, Buffer> moe_unpermute_backward(const Context& context, const 
     b.grad = grad.as<const T>(), b.grad_stride = grad.stride[0];
     b.yp = yp.as<const T>(), b.yp_stride = yp.stride[0];
     b.dyp = dyp->template as<T>(), b.dweights = asks ? dweights->view().data : nullptr;
-    b.taken = taken.as<const uint8_t>(), b.width = yp.shape[1];
+    b.taken = taken.as<const uint8_t>(), b.width = static_cast<int>(yp.shape[1]);
     const int64_t work = std::max(a.tokens, a.rows);
     if (work == 0) return;
     const auto run = [&]<bool Words>(std::bool_constant<Words>) {

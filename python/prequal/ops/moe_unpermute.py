@@ -148,6 +148,7 @@ def _(yp, row_map, weights):
 
 
 NEEDS = (
+    c.at_most("yp", 1, 1 << 30),
     c.at_most("row_map", 1, MOST_CHOSEN),
     c.unit_stride("yp"),
     c.dtype_of_or("weights", "yp", torch.float32),
