@@ -160,12 +160,19 @@ NB_MODULE(_native, m) {
       {"logits", "stats", "target", "coefficients", "class_weight", "first_class", "softcap"});
   def<ops::scale_unless_one_>(m, "scale_unless_one_", {"x", "factor"});
   def<ops::linear_gelu>(m, "linear_gelu", {"x", "weight", "bias", "approximate", "exact_rounding"});
+  def<ops::linear_bias>(m, "linear_bias", {"x", "weight", "bias"});
+  def<ops::linear_relu>(m, "linear_relu", {"x", "weight", "bias"});
   def<ops::knn>(m, "knn", {"queries", "references", "k", "query_ptr", "reference_ptr", "radius", "index"});
   def<ops::radius>(m, "radius", {"queries", "references", "r", "max_neighbors", "query_ptr", "reference_ptr", "index"});
   def<ops::knn_index>(m, "knn_index", {"references", "reference_ptr"});
   def<ops::knn_gather>(m, "knn_gather", {"queries", "references", "values", "query_ptr", "reference_ptr", "index"});
   def<ops::knn_interpolate>(m, "knn_interpolate",
                             {"queries", "references", "values", "k", "query_ptr", "reference_ptr", "index"});
+  def<ops::moe_route>(m, "moe_route",
+                      {"logits", "k", "score", "renormalize", "bias", "groups", "topk_groups", "scale"});
+  def<ops::moe_permute>(m, "moe_permute", {"x", "experts", "counts", "capacity"});
+  def<ops::moe_unpermute>(m, "moe_unpermute", {"yp", "row_map", "weights"});
+  def<ops::moe_unpermute_backward>(m, "moe_unpermute_backward", {"grad", "yp", "row_map", "weights", "weights_grad"});
 
   m.def("ops", [] {
     nb::list all;

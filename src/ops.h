@@ -128,6 +128,10 @@ void scale_unless_one_(const Context&, const Tensor& x, const Tensor& factor);
 void linear_gelu(const Context&, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                  const std::string& approximate, bool exact_rounding);
 
+// src/ops/linear_bias.cu
+void linear_bias(const Context&, const Tensor& x, const Tensor& weight, const Tensor& bias);
+void linear_relu(const Context&, const Tensor& x, const Tensor& weight, const Tensor& bias);
+
 // src/ops/knn.cu
 std::tuple<Buffer, Buffer> knn(const Context&, const Tensor& queries, const Tensor& references, int64_t k,
                                const std::optional<Tensor>& query_ptr, const std::optional<Tensor>& reference_ptr,
@@ -143,5 +147,21 @@ Buffer knn_gather(const Context&, const Tensor& queries, const Tensor& reference
 Buffer knn_interpolate(const Context&, const Tensor& queries, const Tensor& references, const Tensor& values, int64_t k,
                        const std::optional<Tensor>& query_ptr, const std::optional<Tensor>& reference_ptr,
                        const std::optional<Tensor>& index);
+
+// src/ops/moe_route.cu
+std::tuple<Buffer, Buffer, Buffer> moe_route(const Context&, const Tensor& logits, int64_t k, const std::string& score,
+                                             bool renormalize, const std::optional<Tensor>& bias,
+                                             const std::optional<int64_t>& groups,
+                                             const std::optional<int64_t>& topk_groups, double scale);
+
+// src/ops/moe_permute.cu
+std::tuple<Buffer, Buffer, Buffer> moe_permute(const Context&, const Tensor& x, const Tensor& experts,
+                                               const Tensor& counts, const std::optional<int64_t>& capacity);
+
+// src/ops/moe_unpermute.cu
+Buffer moe_unpermute(const Context&, const Tensor& yp, const Tensor& row_map, const std::optional<Tensor>& weights);
+std::tuple<Buffer, Buffer> moe_unpermute_backward(const Context&, const Tensor& grad, const Tensor& yp,
+                                                  const Tensor& row_map, const std::optional<Tensor>& weights,
+                                                  bool weights_grad);
 
 }  // namespace prequal::ops

@@ -182,6 +182,25 @@ int registers_of(const Context& context) {
   });
 }
 
+// May begin before the kernel that was launched before it has ended, and waits for that one where it says so (early.cuh).
+// What it reads or writes before must be settled when that one begins: that one is launched the usual way, or waits before
+// it lets this one begin.
+template <auto kernel, class... Args>
+void launch_early(const Context& context, dim3 grid, dim3 block, Args... args) {
+  if (!has_clusters<kernel>(context)) return launch<kernel>(context, grid, block, args...);  // as old as clusters are
+  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&args))...};
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = static_cast<cudaStream_t>(context.stream);
+  config.attrs = &early;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers), "launch");
+}
+
 // How many blocks of this kernel the device holds at a time.
 template <auto kernel>
 int64_t resident_blocks(const Context& context, int threads) {

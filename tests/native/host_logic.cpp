@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "prequal/float_order.h"
 #include "prequal/head_plan.h"
 #include "prequal/knn_grid.h"
 #include "prequal/knn_tree.h"
@@ -363,6 +364,10 @@ int levels(int64_t points, int* boxes /*[max_levels]*/, int* groups /*[max_level
   std::memcpy(first, found.first, sizeof(found.first));
   *total = found.total;
   return found.count;
+}
+
+void orders(const float* x, int64_t count, uint32_t* order, float* back) {
+  for (int64_t i = 0; i < count; ++i) order[i] = in_order(x[i]), back[i] = from_order(order[i]);
 }
 
 int sorted_bits(int64_t points) { return tree::sorted_bits(points); }

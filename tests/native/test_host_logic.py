@@ -61,6 +61,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
             + [ctypes.c_void_p] * 4,
         ),
         ("best", None, [ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 2]),
+        ("orders", None, [ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 2]),
         ("sorted_bits", ctypes.c_int, [ctypes.c_int64]),
         ("levels", ctypes.c_int, [ctypes.c_int64, *[ctypes.c_void_p] * 4]),
         ("rows", ctypes.c_int, [ctypes.c_int, *[ctypes.c_void_p] * 3]),
@@ -411,6 +412,20 @@ def test_the_best_are_the_first_of_a_sort_by_distance_then_index(native, offers,
     nobody = np.iinfo(np.int32).max
     assert got_d.tolist() == [*distance[order].tolist(), *[np.inf] * (k - len(order))]
     assert got_i.tolist() == [*index[order].tolist(), *[nobody] * (k - len(order))]
+
+
+def test_floats_have_integers_in_the_order_of_a_sort(native):
+    """NaN of either sign above infinity, both zeros one, nothing at 0, which stands for no float; and the way back."""
+    rng = np.random.default_rng(0)
+    every = rng.integers(0, 2**32, 100_000, dtype=np.uint32).view(np.float32)
+    edges = f32(np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38)
+    x = np.concatenate([every, edges, np.array([0xFFFFFFFF, 0x7F800001], dtype=np.uint32).view(np.float32)])
+    order, back = np.zeros(len(x), dtype=np.uint32), np.zeros_like(x)
+    native.orders(pointer(x), len(x), pointer(order), pointer(back))
+    assert order.min() > 0
+    np.testing.assert_array_equal(back, x)  # NaN where it was, either zero for the other
+    by_order, by_value = np.argsort(order, kind="stable"), np.argsort(x, kind="stable")  # NumPy puts NaN last, too
+    np.testing.assert_array_equal(by_order, by_value)
 
 
 def test_a_rank_is_the_count_of_the_sample_at_or_below(native):

@@ -19,7 +19,13 @@ from .linear_cross_entropy import cross_entropy_gradient_ as cross_entropy_gradi
 from .linear_cross_entropy import cross_entropy_stats as cross_entropy_stats
 from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from .linear_cross_entropy import scale_unless_one_ as scale_unless_one_
+from .linear_bias import linear_bias as linear_bias
+from .linear_bias import linear_relu as linear_relu
 from .linear_gelu import linear_gelu as linear_gelu
+from .moe_permute import moe_permute as moe_permute
+from .moe_route import moe_route as moe_route
+from .moe_unpermute import moe_unpermute as moe_unpermute
+from .moe_unpermute import moe_unpermute_backward as moe_unpermute_backward
 from .qk_rms_norm_cross import qk_rms_norm_cross as qk_rms_norm_cross
 from .qk_rms_norm_cross import qk_rms_norm_cross_backward as qk_rms_norm_cross_backward
 from .qk_rms_norm_cross import qk_rms_norm_cross_inplace as qk_rms_norm_cross_inplace
