@@ -21,6 +21,8 @@ from .qk_rms_norm_cross import qk_rms_norm_cross_inplace as qk_rms_norm_cross_in
 from .qk_rms_norm_rope_qkv import qk_rms_norm_rope_qkv as qk_rms_norm_rope_qkv
 from .qk_rms_norm_rope_qkv import qk_rms_norm_rope_qkv_backward as qk_rms_norm_rope_qkv_backward
 from .qk_rms_norm_rope_qkv import qk_rms_norm_rope_qkv_inplace as qk_rms_norm_rope_qkv_inplace
+from .quantize_fp8 import dequantize_fp8 as dequantize_fp8
+from .quantize_fp8 import quantize_fp8 as quantize_fp8
 from .rms_norm import rms_norm as rms_norm
 from .rms_norm import rms_norm_backward as rms_norm_backward
 from .rope import rope as rope
