@@ -335,11 +335,7 @@ def test_functional_transforms_are_those_of_the_reference(op, device):
             for i, x in zip(places, inputs, strict=True):
                 every[i] = x
             # what stands for "nothing" in an output may be infinite, and its share of the tangent then 0 * inf
-            outputs = (
-                torch.nan_to_num(x, nan=torch.nan, posinf=0.0)
-                for x in tensors(function(*every))
-                if is_real(x)
-            )
+            outputs = (torch.nan_to_num(x, nan=torch.nan, posinf=0.0) for x in tensors(function(*every)) if is_real(x))
             return sum(x.square().sum() for x in outputs)
 
         return of

@@ -130,14 +130,12 @@ PREQUAL_HD Divisor divisor_for(float by, float most) {
 #endif
 }
 
-// value / by in five operations where the division takes twice that and a branch. The product is within 1.5 ulp, the first
-// correction brings it within 1, and the second, from a faithful quotient, an exact remainder and a reciprocal that is
-// rounded to nearest, gives the quotient rounded to nearest (Markstein, 1990). The remainder is q by - value, of the sign that
-// lets the quotient of a zero keep its own.
+// value / by, rounded to nearest, in three operations: what nvcc makes of a division, with the reciprocal taken out of the
+// loop. The CPU tests hold it against division on the quotients that lie closest to the middle of two numbers, which are
+// what a correction could miss. The remainder is q by - value, of the sign that lets the quotient of a zero keep its own.
 PREQUAL_HD float quotient(float value, const Divisor& divisor) {
-  const float first = mul(value, divisor.inverse);
-  const float second = fma_of(fma_of(first, divisor.by, -value), -divisor.inverse, first);
-  return fma_of(fma_of(second, divisor.by, -value), -divisor.inverse, second);
+  const float near = mul(value, divisor.inverse);
+  return fma_of(fma_of(near, divisor.by, -value), -divisor.inverse, near);
 }
 
 // Of any value and any divisor: whatever IEEE says.

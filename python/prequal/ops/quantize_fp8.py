@@ -81,12 +81,16 @@ def samples(device):
         yield Sample(f"{name} given scale of zero", (odd, granularity), {"scale": strange})
         half = given(x, odd.shape, granularity).half()
         yield Sample(f"{name} given scale in float16", (odd, granularity), {"scale": half})
-    strange = torch.tensor([0.0, -0.0, torch.inf, -3.0, torch.nan, 2.0**-140, 2.0**-100, 3e38, 2.0**100, 1e-7, 5.0, -0.3])
+    strange = torch.tensor(
+        [0.0, -0.0, torch.inf, -3.0, torch.nan, 2.0**-140, 2.0**-100, 3e38, 2.0**100, 1e-7, 5.0, -0.3]
+    )
     strange = strange.to(torch.float32).reshape(12, 1).to(device)
     yield Sample("given scales of every kind", (special(x), "token"), {"scale": strange})
     many = given(x, (12, 600), "token").expand(12, 2)[:, :1]
     yield Sample("given scales apart", (x(12, 600), "token"), {"scale": many})
-    yield Sample("one scale of no dimension", (x(12, 600),), {"scale": torch.full((), 0.01, dtype=torch.float32).to(device)})
+    yield Sample(
+        "one scale of no dimension", (x(12, 600),), {"scale": torch.full((), 0.01, dtype=torch.float32).to(device)}
+    )
 
 
 @op(samples=samples, contract=Bitwise())
