@@ -25,8 +25,11 @@ constexpr int64_t blocks_of(int64_t size) { return (size + block - 1) / block; }
 template <class T>
 struct Plain {
   using Value = T;
-  const T* at;     // [rows, H]
-  int64_t stride;  // elements from row to row
+  static constexpr bool computed = false;
+  static constexpr bool by_warp = true;       // has kernels for short rows, a warp each
+  static constexpr bool in_registers = true;  // has kernels that hold a row
+  const T* at;                                // [rows, H]
+  int64_t stride;                             // elements from row to row
 
   template <bool Ragged>
   __device__ __forceinline__ Packet<T> packet(int64_t row, int64_t first, int column, int width) const {
@@ -90,12 +93,12 @@ constexpr int most_threads(RowKind kind) {
   return kind == RowKind::warp ? 128 : Items == 2 ? 256 : 1024;
 }
 template <int Items>
-constexpr int least_blocks(RowKind kind) {
-  return kind == RowKind::warp ? 8 : Items == 2 ? 6 : 1;
+constexpr int least_blocks(RowKind kind, bool computed) {
+  return kind == RowKind::warp ? 8 : Items == 2 ? (computed ? 5 : 6) : 1;  // 6 blocks of what is computed spill
 }
 
 template <Fp8 F, class Source, bool Ragged, int Items, RowKind kind>
-__global__ void __launch_bounds__((most_threads<Items>(kind)), (least_blocks<Items>(kind)))
+__global__ void __launch_bounds__((most_threads<Items>(kind)), (least_blocks<Items>(kind, Source::computed)))
     token(const Source from, const Result to) {
   using T = typename Source::Value;
   constexpr bool warps = kind == RowKind::warp;
@@ -378,17 +381,33 @@ void by_format(DType dtype, Body&& body) {
   }
 }
 
+inline int threads_for(int64_t width, int64_t each /* columns a thread */) {
+  return whole_warps(std::clamp<int64_t>((width + each - 1) / each, 1, 1024));
+}
+
+template <class Source>
+RowPlan plan_for(int64_t width) {
+  constexpr int vec = widest<typename Source::Value>;
+  const RowPlan plan = Source::in_registers ? row_plan(width, vec, 512, 4096) : row_in_loop;
+  if (plan.kind == RowKind::loop) return {RowKind::loop, 1, threads_for(width, vec), 1};
+  if (plan.kind == RowKind::warp && !Source::by_warp) return {RowKind::block, 2, threads_for(width, 2 * vec), 1};
+  return plan;
+}
+
 // aligned_words: every row begins at a 16-byte word, and is made of such.
 template <Fp8 F, class Source>
 void by_token(const Context& context, const Source& from, const Result& to, bool aligned_words) {
   using T = typename Source::Value;
-  const RowPlan plan = row_plan(to.width, widest<T>, 512, 4096);
+  const RowPlan plan = plan_for<Source>(to.width);
   const auto start = [&]<auto kernel>() {
     launch<kernel>(context, grid_of((to.rows + plan.rows - 1) / plan.rows), dim3(plan.threads), from, to);
   };
   const auto by_alignment = [&]<int Items, RowKind kind>() {
-    if (aligned_words) return start.template operator()<token<F, Source, false, Items, kind>>();
-    return start.template operator()<token<F, Source, true, Items, kind>>();
+    if constexpr (Source::in_registers && (kind != RowKind::warp || Source::by_warp)) {
+      if (aligned_words) return start.template operator()<token<F, Source, false, Items, kind>>();
+      return start.template operator()<token<F, Source, true, Items, kind>>();
+    }
+    throw std::logic_error("quantize: a plan that this source has no kernel for");
   };
   switch (plan.kind) {
     case RowKind::warp:
@@ -457,6 +476,37 @@ inline float bound_of(const std::optional<double>& bound, bool ue8m0) {
   const auto rounded = static_cast<float>(*bound);
   return ue8m0 ? round_down(rounded) : rounded;
 }
+
+inline constexpr int64_t widest_row = int64_t{1}
+                                      << 30;  // columns are counted in int, with room for a step past the end
+
+// What a fused producer is asked for beside its values.
+struct Options {
+  bool groups;  // of 128 columns; else a row a scale
+  DType dtype;
+  float bound;
+  bool ue8m0, by_column;
+
+  Options(const std::string& granularity, DType dtype, const std::optional<double>& bound, bool ue8m0,
+          const std::string& layout)
+      : groups(granularity == "block_1x128"), dtype(dtype), bound(bound_of(bound, ue8m0)), ue8m0(ue8m0) {
+    must_be_granularity(granularity, true);
+    if (!is_fp8(dtype)) wrong_value("dtype", "float8_e4m3fn or float8_e5m2", name_of(dtype));
+    by_column = is_by_column(layout);
+  }
+
+  // The results, of the shapes that those of x have.
+  Result results(const Context& context, const Tensor& x, std::optional<Buffer>& q,
+                 std::optional<Buffer>& scale) const {
+    q.emplace(context.empty(x, dtype));
+    scale.emplace(context.empty(scales_of(x, groups ? "block_1x128" : "token", by_column), DType::f32));
+    return {q->as<uint8_t>(), scale->as<float>(), nullptr, rows_of(x).count, x.shape[x.rank - 1], bound, ue8m0,
+            by_column};
+  }
+
+  // Rows of whole groups that follow each other without a gap are one row.
+  bool joins_rows(bool gaps, int64_t width) const { return groups && !gaps && !by_column && width % block == 0; }
+};
 
 inline void must_be_scales(const Tensor& scale, const Tensor& x, const char* argument, const std::string& granularity,
                            bool by_column) {

@@ -134,7 +134,7 @@ std::tuple<Buffer, Buffer> quantize_fp8(const Context& context, const Tensor& x 
     if (ue8m0) wrong_value("ue8m0", "none beside a scale that is given", "one");
   }
   const int last = x.rank - 1;
-  if (x.shape[last] > int64_t{1} << 30) throw Refused{"size"};
+  if (x.shape[last] > quantize::widest_row) throw Refused{"size"};
 
   std::optional<Buffer> q, found;
   dispatch(x.dtype, Floats{}, [&]<class T>() {
@@ -182,7 +182,7 @@ Buffer dequantize_fp8(const Context& context, const Tensor& q /*[..., H]*/, cons
   quantize::must_be_scales(scale, q, "q", granularity, by_column);
   if (!is_fp8(q.dtype)) throw Refused{"dtype"};
   const int last = q.rank - 1;
-  if (q.shape[last] > int64_t{1} << 30) throw Refused{"size"};
+  if (q.shape[last] > quantize::widest_row) throw Refused{"size"};
 
   std::optional<Buffer> out;
   dispatch(dtype, Floats{}, [&]<class T>() {

@@ -200,3 +200,32 @@ def bad_options(lead: tuple[Any, ...], first: int) -> Iterator[BadCall]:
     yield BadCall((*lead, "token"), TypeError, r"ue8m0: expected a bool, got int", {"ue8m0": 1})
     text = r"scale_layout: expected 'row' or 'column', got 'columns'"
     yield BadCall((*lead, "token"), ValueError, text, {"scale_layout": "columns"})
+
+
+# ---- fused producers -----------------------------------------------------------------------------------------------
+
+# Of q, and of its scale, against the reference. The two paths make values that differ by the last bit of a half now and
+# then (the order of a sum, exp): 2^-7 of the value for bf16, twice that with exact_rounding, which rounds twice. amax,
+# and with it the scale, may differ by as much. Both together move x / scale by less than 2^-4, and a step of FP8 is at
+# least 2^-4 (e4m3) or 2^-3 (e5m2) of the value, below the normals 2^-9 or 2^-16. So q differs by one step at most,
+# 2^-3 or 2^-2 of the value. With ue8m0 a scale near a power of two may become another, by a factor of 2.
+Q_AND_SCALE = {
+    torch.float8_e4m3fn: (2.0**-3, 2.0**-9),
+    torch.float8_e5m2: (2.0**-2, 2.0**-16),
+    torch.float32: (2.0**-6, 0.0),
+}
+
+
+def check_producer(granularity: Any, dtype: Any, scale_upper_bound: Any, ue8m0: Any, layout: Any) -> None:
+    check_options(granularity, dtype, scale_upper_bound, ue8m0, layout, BY_ROW)
+
+
+def producer_options() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """(name, (granularity, dtype), keyword arguments) that the samples of every producer go through."""
+    for granularity in BY_ROW:
+        for dtype in DTYPES:
+            yield f"{granularity} {c.short(dtype)}", (granularity, dtype), {}
+        yield f"{granularity} powers of two", (granularity, DTYPES[0]), {"ue8m0": True}
+        yield f"{granularity} bound", (granularity, DTYPES[0]), {"scale_upper_bound": 0.005}
+        yield f"{granularity} column layout", (granularity, DTYPES[0]), {"scale_layout": "column"}
+        yield f"{granularity} exact rounding", (granularity, DTYPES[0]), {"exact_rounding": True}

@@ -268,8 +268,8 @@ def dequantize_fp8(
 
     Raises:
         TypeError: q or scale is not a floating tensor; another argument is of another type.
-        ValueError: q has too few dimensions; scale is of another shape; a word or a dtype is not one of those above; two
-            devices.
+        ValueError: q has too few dimensions; scale is of another shape; a word or a dtype is not one of those above;
+            two devices.
 
     Contract: Exact: the values of the reference; NaN stands where it has NaN, of whatever bits.
 
