@@ -18,8 +18,8 @@ import prequal.bench.cases
 from prequal import registry
 from prequal import runtime_state as state
 from prequal.registry import OPS, Op, Sample
-from prequal.runtime.gate import Qualification, now
 
+pytestmark = pytest.mark.usefixtures("bitwise_paths_serve")
 prequal.bench.cases.shape_lists()  # costs are declared beside the shapes
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -31,16 +31,6 @@ every_op = pytest.mark.parametrize("op", EVERY_OP)
 every_functional_op = pytest.mark.parametrize("op", [p for p in EVERY_OP if not p.values[0].mutates])
 every_writing_op = pytest.mark.parametrize("op", [p for p in EVERY_OP if p.values[0].mutates])
 every_sample = pytest.mark.parametrize(("op", "name"), EVERY_SAMPLE)
-
-
-@pytest.fixture(autouse=True)
-def bitwise_paths_serve(request):
-    """Which they do only once they are qualified. What a qualification finds, these tests find themselves."""
-    params = getattr(request.node, "callspec", None)
-    op = params.params.get("op") if params else None
-    if isinstance(op, Op) and op.contract.kind == "bitwise" and request.node.get_closest_marker("gpu"):
-        for index in state.gate.host.devices():
-            state.gate.record(op.name, index, Qualification("these tests", now()))
 
 
 @functools.lru_cache(maxsize=1)

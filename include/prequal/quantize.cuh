@@ -25,8 +25,7 @@ constexpr int64_t blocks_of(int64_t size) { return (size + block - 1) / block; }
 template <class T>
 struct Plain {
   using Value = T;
-  static constexpr bool computed = false;
-  static constexpr bool by_warp = true;       // has kernels for short rows, a warp each
+  static constexpr bool by_warp = true;       // has kernels for short rows, a warp each; what is computed has not
   static constexpr bool in_registers = true;  // has kernels that hold a row
   const T* at;                                // [rows, H]
   int64_t stride;                             // elements from row to row
@@ -98,7 +97,7 @@ constexpr int least_blocks(RowKind kind, bool computed) {
 }
 
 template <Fp8 F, class Source, bool Ragged, int Items, RowKind kind>
-__global__ void __launch_bounds__((most_threads<Items>(kind)), (least_blocks<Items>(kind, Source::computed)))
+__global__ void __launch_bounds__((most_threads<Items>(kind)), (least_blocks<Items>(kind, !Source::by_warp)))
     token(const Source from, const Result to) {
   using T = typename Source::Value;
   constexpr bool warps = kind == RowKind::warp;

@@ -19,7 +19,6 @@ struct Unit : FileOf<"swiglu_quantize_fp8"> {};
 template <class T>
 struct Product {
   using Value = T;
-  static constexpr bool computed = true;
   static constexpr bool by_warp = false;
   static constexpr bool in_registers = sizeof(T) == 2;
   gated::Rows<const T> gate, up;  // [rows, I]

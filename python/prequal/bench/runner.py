@@ -80,7 +80,7 @@ def measure(case: Case, device: Device, options: Options | None = None, say: Say
     """A row of evidence. Who is wrong or fails is named in it, and has no time."""
     options = options or Options()
     op = OPS[case.op]
-    _let_serve(op, device)
+    _let_serve(device)
     args = op.bind(case.make(device.torch_device), case.named)
     cost = op.cost_of(args)
     everybody, absent = candidates(case, op, args, options)
@@ -106,11 +106,14 @@ def measure(case: Case, device: Device, options: Options | None = None, say: Say
     return row
 
 
-def _let_serve(op: Op, device: Device) -> None:
+def _let_serve(device: Device) -> None:
     """A bitwise path serves once it is qualified here, as a production worker does it."""
     index = device.torch_device.index
-    if op.contract.kind == "bitwise" and index is not None and state.gate.qualification(op.name, index) is None:
-        qualify(op.name, index)
+    if index is None:
+        return
+    bitwise = [name for name, op in state.native_ops.items() if op.contract.kind == "bitwise"]
+    if asked := [name for name in bitwise if state.gate.qualification(name, index) is None]:
+        qualify(asked, index)
 
 
 def _those_who_are_right(
