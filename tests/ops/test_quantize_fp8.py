@@ -9,6 +9,7 @@ import torch
 import prequal
 import prequal.bench.shapes.quantize_fp8  # declares the costs
 from prequal.ops import _fp8 as fp8
+from prequal.ops.quantize_fp8 import every_half
 from prequal.registry import Cost
 
 pytestmark = pytest.mark.usefixtures("bitwise_paths_serve")
@@ -191,6 +192,19 @@ def test_the_declared_costs_are_what_is_read_and_written():
     assert op.cost_of(op.bind((x, "block_1x128"))).bytes == 6 * 256 * 3 + 12 * 4
     q, scale = prequal.quantize_fp8(x, "token")
     assert back.cost_of(back.bind((q, scale, "token"))).bytes == 6 * 256 * 3 + 6 * 4
+
+
+@formats
+@granularities
+@pytest.mark.parametrize("of", [torch.float16, torch.bfloat16])
+def test_every_half_has_the_bits_of_the_reference(device, granularity, dtype, of):
+    x = every_half(of).to(device)
+    op = prequal.quantize_fp8.op
+    for named in ({}, {"ue8m0": True}, {"scale": torch.full((1,), 0.37, device=device)}):
+        if granularity != "tensor" and "scale" in named:
+            continue
+        got = prequal.quantize_fp8(x, granularity, dtype, **named)
+        assert op.contract.compare(got, op.reference(x, granularity, dtype, **named)) is None
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------

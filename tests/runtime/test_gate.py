@@ -595,6 +595,7 @@ def test_a_row_is_plain_data_for_every_op_and_device(machine, make_host):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("bitwise_paths_serve")
 def test_the_verdict_of_this_gpu_is_fast_and_names_its_variant(cuda):
     for name in state.native_ops:
         sample = next(iter(OPS[name].samples(cuda)))
