@@ -66,8 +66,8 @@ def samples(device):
         yield Sample(f"token wide {width}", (x(3, width, dtype=torch.bfloat16), "token"))
     yield Sample("token permuted rows", (x(2, 3, 4, 32).transpose(0, 2), "token"))
     yield Sample("every bfloat16", (every_half(torch.bfloat16).to(device), "block_1x128"))
-    kinds = [0.0, -0.0, torch.inf, -3.0, torch.nan, 2.0**-140, 2.0**-100, 3e38, 2.0**100, 1e-7, 5.0, -0.3]
-    kinds = torch.tensor(kinds, dtype=torch.float32).reshape(12, 1).to(device)
+    every = [0.0, -0.0, torch.inf, -3.0, torch.nan, 2.0**-140, 2.0**-100, 3e38, 2.0**100, 1e-7, 5.0, -0.3]
+    kinds = torch.tensor(every, dtype=torch.float32).reshape(12, 1).to(device)
     yield Sample("given scales of every kind", (special(x), "token"), {"scale": kinds})
     yield Sample("given scales apart", (x(12, 600), "token"), {"scale": kinds.abs().expand(12, 2)[:, :1]})
     yield Sample("given scales in float16", (x(12, 600), "token"), {"scale": kinds.half()})
