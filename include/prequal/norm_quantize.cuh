@@ -19,7 +19,7 @@ using norm::Kind;
 using norm::RowStatistics;
 using quantize::Result;
 
-// With less, some bytes of a block's packets spill.
+// Where groups are made, one block fewer than the norm's: else some bytes of a block's packets spill.
 template <bool Groups, int Items>
 constexpr int least_blocks(RowKind team) {
   return norm::least_blocks<Items>(team) - (Groups && team == RowKind::block ? 1 : 0);

@@ -50,7 +50,7 @@ struct Result {
   __device__ __forceinline__ int64_t place(int64_t row, int64_t group, int64_t rows_of_groups, int64_t groups) const {
     return by_column ? group * rows_of_groups + row : row * groups + group;
   }
-  // most: the largest of the group but for NaN, finite: the largest of what is finite
+  // finite: the largest |x| of the group that is finite
   template <Fp8 F>
   __device__ __forceinline__ float scale_from(float finite) const {
     return scale_for(finite, Fp8Format<F>::largest, bound, ue8m0);
@@ -86,7 +86,8 @@ __device__ __forceinline__ Divisor shared_divisor(const Packet<T> (&held)[Items]
 
 // ---- a row a scale -----------------------------------------------------------------------------------------------------
 
-// Threads up to which a block has its row in `Items` packets a thread; registers for so many resident blocks.
+// Threads of a block that has its row in `Items` packets a thread (row_plan), and the blocks that its registers leave room
+// for on a multiprocessor.
 template <int Items>
 constexpr int most_threads(RowKind kind) {
   return kind == RowKind::warp ? 128 : Items == 2 ? 256 : 1024;
