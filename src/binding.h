@@ -136,6 +136,17 @@ struct FromPython<std::string> {
 };
 
 template <>
+struct FromPython<DType> {
+  static DType convert(nb::handle object, const char* argument, const Call&) {
+    if (Py_TYPE(object.ptr()) != Py_TYPE(torch().dtypes[0])) wrong_type(argument, "a torch.dtype", python_type(object));
+    for (int code = 0; code < static_cast<int>(DType::other); ++code) {
+      if (torch().dtypes[code] == object.ptr()) return static_cast<DType>(code);
+    }
+    return DType::other;
+  }
+};
+
+template <>
 struct FromPython<double> {
   static double convert(nb::handle object, const char* argument, const Call&) {
     if (PyBool_Check(object.ptr())) wrong_type(argument, "a float", "bool");

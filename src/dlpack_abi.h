@@ -9,7 +9,16 @@ namespace prequal::dlpack {
 inline constexpr int32_t device_cpu = 1;
 inline constexpr int32_t device_cuda = 2;
 
-enum Code : uint8_t { integer = 0, unsigned_integer = 1, floating = 2, brain = 4, complex = 5, boolean = 6 };
+enum Code : uint8_t {
+  integer = 0,
+  unsigned_integer = 1,
+  floating = 2,
+  brain = 4,
+  complex = 5,
+  boolean = 6,
+  float8_e4m3fn = 10,
+  float8_e5m2 = 12
+};
 
 struct Device {
   int32_t type;

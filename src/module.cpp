@@ -117,6 +117,18 @@ NB_MODULE(_native, m) {
   def<ops::geglu_packed>(m, "geglu_packed", {"x", "approximate", "interleaved", "exact_rounding"});
   def<ops::geglu_backward>(m, "geglu_backward", {"grad", "gate", "up", "approximate"});
   def<ops::geglu_packed_backward>(m, "geglu_packed_backward", {"grad", "x", "approximate", "interleaved"});
+  def<ops::quantize_fp8>(m, "quantize_fp8",
+                         {"x", "granularity", "dtype", "scale", "scale_upper_bound", "ue8m0", "scale_layout"});
+  def<ops::dequantize_fp8>(m, "dequantize_fp8", {"q", "scale", "granularity", "dtype", "scale_layout"});
+  def<ops::rms_norm_quantize_fp8>(m, "rms_norm_quantize_fp8",
+                                  {"x", "weight", "eps", "granularity", "dtype", "weight_offset", "exact_rounding",
+                                   "scale_upper_bound", "ue8m0", "scale_layout"});
+  def<ops::fused_add_rms_norm_quantize_fp8>(m, "fused_add_rms_norm_quantize_fp8",
+                                            {"x", "residual", "weight", "eps", "granularity", "dtype", "weight_offset",
+                                             "exact_rounding", "scale_upper_bound", "ue8m0", "scale_layout"});
+  def<ops::swiglu_quantize_fp8>(
+      m, "swiglu_quantize_fp8",
+      {"gate", "up", "granularity", "dtype", "exact_rounding", "scale_upper_bound", "ue8m0", "scale_layout"});
   def<ops::rope>(m, "rope",
                  {"q", "k", "cos", "sin", "positions", "interleaved", "rotary_dim", "inverse", "exact_rounding"});
   def<ops::rope_>(m, "rope_",

@@ -49,6 +49,33 @@ std::tuple<Buffer, Buffer> geglu_backward(const Context&, const Tensor& grad, co
 Buffer geglu_packed_backward(const Context&, const Tensor& grad, const Tensor& x, const std::string& approximate,
                              bool interleaved);
 
+// src/ops/quantize_fp8.cu
+std::tuple<Buffer, Buffer> quantize_fp8(const Context&, const Tensor& x, const std::string& granularity, DType dtype,
+                                        const std::optional<Tensor>& scale,
+                                        const std::optional<double>& scale_upper_bound, bool ue8m0,
+                                        const std::string& scale_layout);
+Buffer dequantize_fp8(const Context&, const Tensor& q, const Tensor& scale, const std::string& granularity, DType dtype,
+                      const std::string& scale_layout);
+
+// src/ops/rms_norm_quantize_fp8.cu
+std::tuple<Buffer, Buffer> rms_norm_quantize_fp8(const Context&, const Tensor& x, const std::optional<Tensor>& weight,
+                                                 double eps, const std::string& granularity, DType dtype,
+                                                 double weight_offset, bool exact_rounding,
+                                                 const std::optional<double>& scale_upper_bound, bool ue8m0,
+                                                 const std::string& scale_layout);
+
+// src/ops/fused_add_rms_norm_quantize_fp8.cu
+std::tuple<Buffer, Buffer, Buffer> fused_add_rms_norm_quantize_fp8(
+    const Context&, const Tensor& x, const Tensor& residual, const std::optional<Tensor>& weight, double eps,
+    const std::string& granularity, DType dtype, double weight_offset, bool exact_rounding,
+    const std::optional<double>& scale_upper_bound, bool ue8m0, const std::string& scale_layout);
+
+// src/ops/swiglu_quantize_fp8.cu
+std::tuple<Buffer, Buffer> swiglu_quantize_fp8(const Context&, const Tensor& gate, const Tensor& up,
+                                               const std::string& granularity, DType dtype, bool exact_rounding,
+                                               const std::optional<double>& scale_upper_bound, bool ue8m0,
+                                               const std::string& scale_layout);
+
 // src/ops/rope.cu
 std::tuple<Buffer, Buffer> rope(const Context&, const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                                 const std::optional<Tensor>& positions, bool interleaved,

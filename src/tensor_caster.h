@@ -101,6 +101,8 @@ inline DType dtype_of(dlpack::DataType type) {
     case dlpack::integer * 100 + 64: return DType::i64;
     case dlpack::unsigned_integer * 100 + 8: return DType::u8;
     case dlpack::boolean * 100 + 8: return DType::boolean;
+    case dlpack::float8_e4m3fn * 100 + 8: return DType::e4m3;
+    case dlpack::float8_e5m2 * 100 + 8: return DType::e5m2;
     default: return DType::other;
   }
 }
@@ -114,6 +116,8 @@ inline dlpack::DataType dlpack_of(DType type) {
     case DType::bf16: return {dlpack::brain, bits, 1};
     case DType::u8: return {dlpack::unsigned_integer, bits, 1};
     case DType::boolean: return {dlpack::boolean, bits, 1};
+    case DType::e4m3: return {dlpack::float8_e4m3fn, bits, 1};
+    case DType::e5m2: return {dlpack::float8_e5m2, bits, 1};
     default: return {dlpack::integer, bits, 1};
   }
 }

@@ -13,7 +13,7 @@
 
 namespace prequal {
 
-enum class DType : uint8_t { f16, bf16, f32, f64, i8, i16, i32, i64, u8, boolean, other };
+enum class DType : uint8_t { f16, bf16, f32, f64, i8, i16, i32, i64, u8, boolean, e4m3, e5m2, other };
 
 constexpr int64_t item_size(DType dtype) {
   switch (dtype) {
@@ -26,11 +26,15 @@ constexpr int64_t item_size(DType dtype) {
     case DType::i16: return 2;
     case DType::i8:
     case DType::u8:
-    case DType::boolean: return 1;
+    case DType::boolean:
+    case DType::e4m3:
+    case DType::e5m2: return 1;
     case DType::other: break;
   }
   return 0;
 }
+
+constexpr bool is_fp8(DType dtype) { return dtype == DType::e4m3 || dtype == DType::e5m2; }
 
 constexpr const char* name_of(DType dtype) {
   switch (dtype) {
@@ -44,6 +48,8 @@ constexpr const char* name_of(DType dtype) {
     case DType::i64: return "int64";
     case DType::u8: return "uint8";
     case DType::boolean: return "bool";
+    case DType::e4m3: return "float8_e4m3fn";
+    case DType::e5m2: return "float8_e5m2";
     case DType::other: break;
   }
   return "another dtype";

@@ -770,7 +770,7 @@ Buffer knn_gather(const Context& context, const Tensor& queries /*[N, D]*/, cons
     wrong_value("values", "shape [" + std::to_string(asked.references.count) + ", ...], a row a reference",
                 shape_of(values));
   }
-  if (values.dtype == DType::other) throw Refused{"dtype"};
+  if (values.dtype == DType::other || is_fp8(values.dtype)) throw Refused{"dtype"};
   if (!values.contiguous_from(1)) throw Refused{"unit_stride"};
 
   Tensor like = values;

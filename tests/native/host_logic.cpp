@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "prequal/float_order.h"
+#include "prequal/fp8.h"
 #include "prequal/head_plan.h"
 #include "prequal/knn_grid.h"
 #include "prequal/knn_tree.h"
@@ -20,6 +21,15 @@
 using namespace prequal;
 
 namespace {
+
+template <class Body>
+void by_format(int e5m2, Body&& body) {
+  if (e5m2) {
+    body.template operator()<Fp8::e5m2>();
+  } else {
+    body.template operator()<Fp8::e4m3>();
+  }
+}
 
 template <int K>
 void best_of(const float* distance, const int* index, int count, int k, float* best_d, int* best_i) {
@@ -384,5 +394,59 @@ int rows(int rank, const int64_t* shape, const int64_t* stride, int64_t* out /*[
   } catch (const Refused& refused) {
     return std::strcmp(refused.need, "unit_stride") == 0 ? 1 : 2;
   }
+}
+
+// value / by in FP8, as a kernel that has no instruction for it makes it.
+void quantize(int e5m2, const float* value, const float* by, int64_t count, uint8_t* out) {
+  by_format(e5m2, [&]<Fp8 F>() {
+    for (int64_t i = 0; i < count; ++i) {
+      const Divisor divisor = divisor_for(by[i], std::fabs(value[i]));
+      const bool fast = divisor.inverse != 0.0f;
+      out[i] = static_cast<uint8_t>(to_fp8<F>(fast ? quotient(value[i], divisor) : any_quotient(value[i], divisor)));
+    }
+  });
+}
+
+void convert(int e5m2, const float* value, int64_t count, uint8_t* out) {
+  by_format(e5m2, [&]<Fp8 F>() {
+    for (int64_t i = 0; i < count; ++i) out[i] = static_cast<uint8_t>(to_fp8<F>(value[i]));
+  });
+}
+
+void convert_back(int e5m2, const uint8_t* code, int64_t count, float* out) {
+  by_format(e5m2, [&]<Fp8 F>() {
+    for (int64_t i = 0; i < count; ++i) out[i] = from_fp8<F>(code[i]);
+  });
+}
+
+void scales(int e5m2, const float* amax, int64_t count, float bound, int ue8m0, float* out) {
+  by_format(e5m2, [&]<Fp8 F>() {
+    for (int64_t i = 0; i < count; ++i) out[i] = scale_for(amax[i], Fp8Format<F>::largest, bound, ue8m0);
+  });
+}
+
+// How many of the quotients that lie closest to the middle of two numbers quotient() gives otherwise than a division. For
+// every odd b of 24 bits and small c the a that makes a * 2^k = M * b + c, with M odd and of 25 bits. tested: how many.
+int64_t wrong_quotients(int step, int64_t* tested) {
+  int64_t wrong = 0;
+  *tested = 0;
+  for (uint32_t b = (1u << 23) | 1; b < 1u << 24; b += 2 * static_cast<uint32_t>(step)) {
+    uint32_t inverse = b;  // modulo 2^32, by Newton
+    for (int i = 0; i < 5; ++i) inverse *= 2 - b * inverse;
+    for (const int k : {24, 25}) {
+      for (int c = -7; c <= 7; c += 2) {
+        const uint64_t low = static_cast<uint32_t>(inverse * static_cast<uint32_t>(-c)) & ((1u << k) - 1);
+        for (uint64_t middle = low; middle < 1u << 25; middle += uint64_t{1} << k) {
+          if (middle < 1u << 24 || middle % 2 == 0) continue;
+          const auto a = static_cast<int64_t>(middle * b + static_cast<uint64_t>(static_cast<int64_t>(c))) >> k;
+          if (a < 1 << 23 || a >= 1 << 24) continue;
+          const auto value = static_cast<float>(a), by = static_cast<float>(b);
+          ++*tested;
+          wrong += quotient(value, divisor_for(by, value)) != value / by;
+        }
+      }
+    }
+  }
+  return wrong;
 }
 }

@@ -65,6 +65,15 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         ("sorted_bits", ctypes.c_int, [ctypes.c_int64]),
         ("levels", ctypes.c_int, [ctypes.c_int64, *[ctypes.c_void_p] * 4]),
         ("rows", ctypes.c_int, [ctypes.c_int, *[ctypes.c_void_p] * 3]),
+        ("quantize", None, [ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_void_p]),
+        ("convert", None, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]),
+        ("convert_back", None, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]),
+        (
+            "scales",
+            None,
+            [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int, ctypes.c_void_p],
+        ),
+        ("wrong_quotients", ctypes.c_int64, [ctypes.c_int, ctypes.c_void_p]),
     ):
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
@@ -584,3 +593,110 @@ def test_of_equal_points_no_more_than_k_are_looked_at(native):
     assert i.tolist() == [list(range(8))] * 5
     assert d.max() == 0.0
     assert looked.max() <= 8 + 2  # and what says where the cell's grid is, and where the cell ends
+
+
+# ---- FP8 -----------------------------------------------------------------------------------------------------------
+
+FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
+formats = pytest.mark.parametrize("dtype", FORMATS, ids=["e4m3", "e5m2"])
+
+
+def every_half(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype).float()
+
+
+def dense_floats() -> torch.Tensor:
+    """Every exponent and both signs: every mantissa of 11 bits with the last bits 0, 1 and all set; what lies about the
+    middle of two FP8 numbers is among them."""
+    high = torch.arange(2**20, dtype=torch.int64) << 12
+    bits = torch.cat([high, high + 1, high + 0xFFF, high + 0x800])
+    return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
+
+
+def torchs(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """torch's conversion, saturating, with one NaN."""
+    largest = torch.finfo(dtype).max
+    value = value.clamp(-largest, largest)
+    return value.masked_fill(value.isnan(), torch.nan).to(dtype).view(torch.uint8)
+
+
+@formats
+@pytest.mark.parametrize("kind", ["every half", "every bfloat16", "dense fp32"])
+def test_conversion_to_fp8_has_the_bits_of_torchs(native, dtype, kind):
+    value = {
+        "every half": lambda: every_half(torch.float16),
+        "every bfloat16": lambda: every_half(torch.bfloat16),
+        "dense fp32": dense_floats,
+    }[kind]()
+    got = torch.empty(value.numel(), dtype=torch.uint8)
+    native.convert(FORMATS.index(dtype), value.data_ptr(), value.numel(), got.data_ptr())
+    assert torch.equal(got, torchs(value, dtype))
+
+
+@formats
+def test_conversion_from_fp8_has_the_values_of_torchs(native, dtype):
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    got = torch.empty(256, dtype=torch.float32)
+    native.convert_back(FORMATS.index(dtype), codes.data_ptr(), 256, got.data_ptr())
+    want = codes.view(dtype).float()
+    same = (got == want) & (got.signbit() == want.signbit())
+    assert (same | (got.isnan() & want.isnan())).all()
+
+
+@formats
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=["half", "bfloat16"])
+def test_every_half_divided_by_scales_of_every_size_has_the_bits_of_torchs(native, dtype, half):
+    value = every_half(half)
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.exp2(torch.empty(60).uniform_(-149, 127, generator=generator)).tolist()
+    # the edges of the fast division, powers of two, what a group of amax 1 has, and what is no scale
+    edges = [2.0**-84, 2.0**84, 2.0**-126, 1.0, 1 / 448, 1 / 57344, 3.0, -0.7, 0.0, -0.0, torch.inf, torch.nan, 1e38]
+    for scale in (*edges, *scales):
+        by = torch.full_like(value, scale)
+        got = torch.empty(value.numel(), dtype=torch.uint8)
+        native.quantize(FORMATS.index(dtype), value.data_ptr(), by.data_ptr(), value.numel(), got.data_ptr())
+        assert torch.equal(got, torchs(value / by, dtype)), scale
+
+
+@formats
+def test_quotients_at_the_middle_of_two_fp8_numbers_have_the_bits_of_torchs(native, dtype):
+    """x = (middle) * scale, rounded to fp32 or a neighbour: what one wrong last bit of the quotient would show in."""
+    codes = torch.arange(1, 127 if dtype == torch.float8_e4m3fn else 124, dtype=torch.int32).to(torch.uint8)
+    numbers = codes.view(dtype).float()
+    middle = torch.cat([(numbers[1:] + numbers[:-1]) / 2, numbers[:1] / 2])
+    generator = torch.Generator().manual_seed(1)
+    by = torch.exp2(torch.empty(20_000, 1).uniform_(-20, 20, generator=generator))
+    value = (middle * by).contiguous()
+    for neighbour in (value, value.nextafter(torch.zeros(())), value.nextafter(torch.full((), torch.inf)), -value):
+        divisor = by.expand_as(neighbour).contiguous()
+        got = torch.empty(neighbour.shape, dtype=torch.uint8)
+        native.quantize(
+            FORMATS.index(dtype), neighbour.data_ptr(), divisor.data_ptr(), neighbour.numel(), got.data_ptr()
+        )
+        assert torch.equal(got, torchs(neighbour / divisor, dtype))
+
+
+def test_a_quotient_close_to_the_middle_of_two_numbers_is_rounded_as_a_division_rounds_it(native):
+    tested = ctypes.c_int64()
+    assert native.wrong_quotients(1, ctypes.addressof(tested)) == 0
+    assert tested.value > 10_000_000
+
+
+@formats
+@pytest.mark.parametrize("ue8m0", [False, True])
+@pytest.mark.parametrize("bound", [torch.inf, 2.0**-9])
+def test_a_scale_is_that_of_the_reference_finite_and_never_too_small_to_divide_by(native, dtype, ue8m0, bound):
+    from prequal.ops._fp8 import scale_of
+
+    amax = dense_floats()
+    amax = amax[amax.isfinite() & (amax >= 0)].contiguous()
+    got = torch.empty_like(amax)
+    native.scales(FORMATS.index(dtype), amax.data_ptr(), amax.numel(), bound, ue8m0, got.data_ptr())
+    want = scale_of(amax, dtype, None if bound == torch.inf else bound, ue8m0)
+    assert torch.equal(got.view(torch.int32), want.view(torch.int32))
+    assert got.isfinite().all()
+    assert (1 / got).isfinite().all()
+    if ue8m0:
+        assert (got.view(torch.int32) & 0x7FFFFF).eq(0).all()
+    elif bound == torch.inf:
+        assert (amax / got <= torch.finfo(dtype).max * (1 + 2.0**-23)).all()

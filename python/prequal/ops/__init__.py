@@ -2,6 +2,7 @@
 
 from .fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
 from .fused_add_rms_norm import fused_add_rms_norm_ as fused_add_rms_norm_
+from .fused_add_rms_norm_quantize_fp8 import fused_add_rms_norm_quantize_fp8 as fused_add_rms_norm_quantize_fp8
 from .geglu import geglu as geglu
 from .geglu import geglu_ as geglu_
 from .geglu import geglu_backward as geglu_backward
@@ -32,8 +33,11 @@ from .qk_rms_norm_cross import qk_rms_norm_cross_inplace as qk_rms_norm_cross_in
 from .qk_rms_norm_rope_qkv import qk_rms_norm_rope_qkv as qk_rms_norm_rope_qkv
 from .qk_rms_norm_rope_qkv import qk_rms_norm_rope_qkv_backward as qk_rms_norm_rope_qkv_backward
 from .qk_rms_norm_rope_qkv import qk_rms_norm_rope_qkv_inplace as qk_rms_norm_rope_qkv_inplace
+from .quantize_fp8 import dequantize_fp8 as dequantize_fp8
+from .quantize_fp8 import quantize_fp8 as quantize_fp8
 from .rms_norm import rms_norm as rms_norm
 from .rms_norm import rms_norm_backward as rms_norm_backward
+from .rms_norm_quantize_fp8 import rms_norm_quantize_fp8 as rms_norm_quantize_fp8
 from .rope import rope as rope
 from .rope import rope_ as rope_
 from .sparse_batch_mul_add import sparse_batch_mul_add as sparse_batch_mul_add
@@ -50,3 +54,4 @@ from .swiglu import swiglu_ as swiglu_
 from .swiglu import swiglu_backward as swiglu_backward
 from .swiglu import swiglu_packed as swiglu_packed
 from .swiglu import swiglu_packed_backward as swiglu_packed_backward
+from .swiglu_quantize_fp8 import swiglu_quantize_fp8 as swiglu_quantize_fp8

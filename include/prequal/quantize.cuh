@@ -1,0 +1,527 @@
+// Quantisation of rows to FP8: the kernels of quantize_fp8 and of what makes its values itself (swiglu_quantize_fp8).
+//
+// A source gives packets of a row's values: from memory, or computed. What shares a scale is held in registers between its
+// largest value and its codes: a row by a warp or a block, 128 columns by 16 lanes (fp32: 32), 128 x 128 by a block. Rows
+// that no block holds are asked for twice, and so is a tensor, the second time from its end, which L2 may still have.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "prequal/dispatch.h"
+#include "prequal/fp8.cuh"
+#include "prequal/launch.h"
+#include "prequal/row_plan.h"
+
+namespace prequal::quantize {
+
+inline constexpr int block = 128;  // columns, and of a tile rows, that share a scale
+
+constexpr int64_t blocks_of(int64_t size) { return (size + block - 1) / block; }
+
+// Values that lie in memory.
+template <class T>
+struct Plain {
+  using Value = T;
+  static constexpr bool by_warp = true;       // has kernels for short rows, a warp each; what is computed has not
+  static constexpr bool in_registers = true;  // has kernels that hold a row
+  const T* at;                                // [rows, H]
+  int64_t stride;                             // elements from row to row
+
+  template <bool Ragged>
+  __device__ __forceinline__ Packet<T> packet(int64_t row, int64_t first, int column, int width) const {
+    return load_packet<Ragged>(at + row * stride + first, column, width);
+  }
+};
+
+// Where codes and scales go.
+struct Result {
+  uint8_t* q;          // [rows, H], contiguous
+  float* scale;        // a place a group
+  const float* given;  // the same, or null: found
+  int64_t rows;
+  int64_t width;
+  float bound;  // of a scale that is found
+  bool ue8m0;
+  bool by_column;  // the place of group g of row r of groups is g * rows + r, not r * groups + g
+
+  __device__ __forceinline__ int64_t place(int64_t row, int64_t group, int64_t rows_of_groups, int64_t groups) const {
+    return by_column ? group * rows_of_groups + row : row * groups + group;
+  }
+  // finite: the largest |x| of the group that is finite
+  template <Fp8 F>
+  __device__ __forceinline__ float scale_from(float finite) const {
+    return scale_for(finite, Fp8Format<F>::largest, bound, ue8m0);
+  }
+};
+
+template <class T, int Items>
+__device__ __forceinline__ float largest_of(const Packet<T> (&held)[Items]) {
+  float most = 0.0f;
+#pragma unroll
+  for (int item = 0; item < Items; ++item) most = fmaxf(most, largest_in(held[item]));
+  return most;
+}
+
+template <class T, int Items>
+__device__ __forceinline__ float largest_finite_of(const Packet<T> (&held)[Items]) {
+  float most = 0.0f;
+#pragma unroll
+  for (int item = 0; item < Items; ++item) most = fmaxf(most, largest_finite_in(held[item]));
+  return most;
+}
+
+// A scale and what divides by it, of values that a team shares: `join` gives every thread the largest of all threads'.
+template <Fp8 F, class T, int Items, class Join>
+__device__ __forceinline__ Divisor shared_divisor(const Packet<T> (&held)[Items], const Result& to, int64_t place,
+                                                  Join&& join) {
+  float most = largest_of(held);
+  if (to.given) return divisor_for(to.given[place], most);  // of this thread's values
+  most = join(most);
+  const float finite = most < INFINITY ? most : join(largest_finite_of(held));
+  return divisor_for(to.scale_from<F>(finite), most);
+}
+
+// ---- a row a scale -----------------------------------------------------------------------------------------------------
+
+// Threads of a block that has its row in `Items` packets a thread (row_plan), and the blocks that its registers leave room
+// for on a multiprocessor.
+template <int Items>
+constexpr int most_threads(RowKind kind) {
+  return kind == RowKind::warp ? 128 : Items == 2 ? 256 : 1024;
+}
+template <int Items>
+constexpr int least_blocks(RowKind kind, bool computed) {
+  return kind == RowKind::warp ? 8 : Items == 2 ? (computed ? 5 : 6) : 1;  // 6 blocks of what is computed spill
+}
+
+template <Fp8 F, class Source, bool Ragged, int Items, RowKind kind>
+__global__ void __launch_bounds__((most_threads<Items>(kind)), (least_blocks<Items>(kind, !Source::by_warp)))
+    token(const Source from, const Result to) {
+  using T = typename Source::Value;
+  constexpr bool warps = kind == RowKind::warp;
+  __shared__ BlockMax::Shared shared;
+  BlockMax whole(shared);
+  const int threads = warps ? 32 : blockDim.x, thread = warps ? threadIdx.x % 32 : threadIdx.x;
+  const int teams = warps ? blockDim.x / 32 : 1, team = warps ? threadIdx.x / 32 : 0;
+  const int width = static_cast<int>(to.width);
+  const auto column = [&](int item) { return (item * threads + thread) * widest<T>; };
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * teams + team; row < to.rows;
+       row += static_cast<int64_t>(gridDim.x) * teams) {
+    Packet<T> held[Items];
+#pragma unroll
+    for (int item = 0; item < Items; ++item) held[item] = from.template packet<Ragged>(row, 0, column(item), width);
+
+    const Divisor divisor = shared_divisor<F>(held, to, row, [&](float value) {
+      if constexpr (warps) return warp_max(value);
+      return whole.of(value);
+    });
+    keep_packed(held);
+
+#pragma unroll
+    for (int item = 0; item < Items; ++item) {
+      store_codes<Ragged>(to.q + row * to.width, column(item), width, codes_of<F>(held[item], divisor));
+    }
+    if (thread == 0) to.scale[row] = divisor.by;
+  }
+}
+
+// Rows wider than a block holds.
+template <Fp8 F, class Source>
+__global__ void __launch_bounds__(1024) token_twice(const Source from, const Result to) {
+  using T = typename Source::Value;
+  __shared__ BlockMax::Shared shared;
+  BlockMax whole(shared);
+  const int width = static_cast<int>(to.width), step = blockDim.x * widest<T>;
+  for (int64_t row = blockIdx.x; row < to.rows; row += gridDim.x) {
+    const auto each = [&](auto&& body) {
+      for (int first = 0; first < width; first += step) {
+        const int column = first + threadIdx.x * widest<T>;
+        body(from.template packet<true>(row, 0, column, width), column);
+      }
+    };
+    float most = 0.0f;
+    each([&](const Packet<T>& x, int) { most = fmaxf(most, largest_in(x)); });
+    Divisor divisor;
+    if (to.given) {
+      divisor = divisor_for(to.given[row], most);
+    } else {
+      float finite = most = whole.of(most);
+      if (most == INFINITY) {
+        finite = 0.0f;
+        each([&](const Packet<T>& x, int) { finite = fmaxf(finite, largest_finite_in(x)); });
+        finite = whole.of(finite);
+      }
+      divisor = divisor_for(to.scale_from<F>(finite), most);
+    }
+    each([&](const Packet<T>& x, int column) {
+      store_codes<true>(to.q + row * to.width, column, width, codes_of<F>(x, divisor));
+    });
+    if (threadIdx.x == 0) to.scale[row] = divisor.by;
+  }
+}
+
+// ---- 128 columns a scale -------------------------------------------------------------------------------------------------
+
+template <class T>
+inline constexpr int group_lanes = block / widest<T>;
+
+// The scales of `Items` groups of this thread's lanes, of which each lane makes one, and what divides each item.
+// given(item) and keep(item, scale): of this lane's item.
+template <Fp8 F, class T, int Items, class Given, class Keep>
+__device__ __forceinline__ void group_divisors(Divisor (&divisor)[Items], const Packet<T> (&held)[Items],
+                                               const Result& to, Given&& given, Keep&& keep) {
+  constexpr int lanes = group_lanes<T>, share = lanes / Items;
+  const int mine = threadIdx.x % lanes / share;
+  float value[Items];
+#pragma unroll
+  for (int item = 0; item < Items; ++item) value[item] = largest_in(held[item]);
+  const float most = group_max<lanes>(value);
+  float scale;
+  if (to.given) {
+    scale = given(mine);
+  } else {
+    float finite = most;
+    if (__any_sync(0xffffffffu, most == INFINITY)) {
+#pragma unroll
+      for (int item = 0; item < Items; ++item) value[item] = largest_finite_in(held[item]);
+      finite = group_max<lanes>(value);
+    }
+    scale = to.scale_from<F>(finite);
+  }
+  if (threadIdx.x % share == 0) keep(mine, scale);
+  const Divisor own = divisor_for(scale, most);
+#pragma unroll
+  for (int item = 0; item < Items; ++item) {
+    const int lane = threadIdx.x % 32 / lanes * lanes + item * share;
+    divisor[item].by = __shfl_sync(0xffffffffu, own.by, lane);
+    divisor[item].inverse = __shfl_sync(0xffffffffu, own.inverse, lane);
+  }
+}
+
+inline constexpr int group_threads = 256;
+inline constexpr int group_items = 4;  // groups of a thread
+
+template <Fp8 F, class Source, bool Ragged>
+__global__ void __launch_bounds__(group_threads, 4) groups(const Source from, const Result to) {
+  using T = typename Source::Value;
+  constexpr int lanes = group_lanes<T>, at_once = group_threads / lanes;
+  const int64_t in_row = blocks_of(to.width), total = to.rows * in_row;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * at_once * group_items; first < total;
+       first += static_cast<int64_t>(gridDim.x) * at_once * group_items) {
+    const auto group_of = [&](int item) { return first + item * at_once + threadIdx.x / lanes; };
+    const auto row_of = [&](int64_t group) -> int64_t {
+      if (to.rows == 1) return 0;
+      if (total <= 0xffffffffll) return static_cast<uint32_t>(group) / static_cast<uint32_t>(in_row);
+      return group / in_row;
+    };
+    const int column = threadIdx.x % lanes * widest<T>;
+    int64_t row[group_items], start[group_items];
+    Packet<T> held[group_items];
+#pragma unroll
+    for (int item = 0; item < group_items; ++item) {
+      const int64_t group = group_of(item);
+      row[item] = row_of(group), start[item] = (group - row[item] * in_row) * block;
+      const int left = group < total ? static_cast<int>(min(to.width - start[item], static_cast<int64_t>(block))) : 0;
+      held[item] = left > 0 ? from.template packet<Ragged>(row[item], start[item], column, left) : Packet<T>{};
+    }
+
+    Divisor divisor[group_items];
+    const auto place = [&](int item) {
+      const int64_t group = group_of(item), of = row_of(group);
+      return to.place(of, group - of * in_row, to.rows, in_row);
+    };
+    group_divisors<F>(
+        divisor, held, to, [&](int item) { return group_of(item) < total ? to.given[place(item)] : 1.0f; },
+        [&](int item, float scale) {
+          if (group_of(item) < total) to.scale[place(item)] = scale;
+        });
+    keep_packed(held);
+
+#pragma unroll
+    for (int item = 0; item < group_items; ++item) {
+      if (group_of(item) >= total) continue;
+      const int left = static_cast<int>(min(to.width - start[item], static_cast<int64_t>(block)));
+      uint8_t* q = to.q + row[item] * to.width + start[item];
+      store_codes<Ragged>(q, column, left, codes_of<F>(held[item], divisor[item]));
+    }
+  }
+}
+
+// ---- 128 x 128 a scale ---------------------------------------------------------------------------------------------------
+
+inline constexpr int tile_items = 8;
+
+template <class T>
+inline constexpr int tile_threads = block * group_lanes<T> / tile_items;
+
+// matrix_rows: of each of the matrices that the rows are of.
+template <Fp8 F, class T, bool Ragged>
+__global__ void __launch_bounds__(tile_threads<T>, 1024 / tile_threads<T>)
+    tiles(const Plain<T> from, const Result to, int64_t matrix_rows) {
+  constexpr int lanes = group_lanes<T>, at_once = tile_threads<T> / lanes;
+  __shared__ BlockMax::Shared shared;
+  BlockMax whole(shared);
+  const int64_t in_row = blocks_of(to.width), in_matrix = blocks_of(matrix_rows);
+  const int64_t tile_rows = to.rows / matrix_rows * in_matrix, total = tile_rows * in_row;
+  for (int64_t tile = blockIdx.x; tile < total; tile += gridDim.x) {
+    const int64_t tile_row = tile / in_row, group = tile - tile_row * in_row;
+    const int64_t matrix = tile_row / in_matrix, down = (tile_row - matrix * in_matrix) * block;
+    const int64_t first_row = matrix * matrix_rows + down, start = group * block;
+    const int rows = static_cast<int>(min(matrix_rows - down, static_cast<int64_t>(block)));
+    const int left = static_cast<int>(min(to.width - start, static_cast<int64_t>(block)));
+    const int column = threadIdx.x % lanes * widest<T>;
+    const auto row = [&](int item) { return item * at_once + static_cast<int>(threadIdx.x) / lanes; };
+    Packet<T> held[tile_items];
+#pragma unroll
+    for (int item = 0; item < tile_items; ++item) {
+      held[item] =
+          row(item) < rows ? from.template packet<Ragged>(first_row + row(item), start, column, left) : Packet<T>{};
+    }
+
+    const int64_t place = to.place(tile_row, group, tile_rows, in_row);
+    const Divisor divisor = shared_divisor<F>(held, to, place, [&](float value) { return whole.of(value); });
+    keep_packed(held);
+
+#pragma unroll
+    for (int item = 0; item < tile_items; ++item) {
+      if (row(item) >= rows) continue;
+      uint8_t* q = to.q + (first_row + row(item)) * to.width + start;
+      store_codes<Ragged>(q, column, left, codes_of<F>(held[item], divisor));
+    }
+    if (threadIdx.x == 0) to.scale[place] = divisor.by;
+  }
+}
+
+// ---- a tensor a scale ----------------------------------------------------------------------------------------------------
+
+inline constexpr int tensor_threads = 256;
+inline constexpr int tensor_items = 4;
+
+template <class T>
+inline constexpr int chunk_width = tensor_threads * tensor_items * widest<T>;
+
+// body(row, column of the chunk, columns from there to its end, at most a chunk's): this block's chunks, or the last first.
+template <class T, bool backwards, class Body>
+__device__ __forceinline__ void each_chunk(const Result& to, Body&& body) {
+  const int64_t in_row = (to.width + chunk_width<T> - 1) / chunk_width<T>, total = to.rows * in_row;
+  for (int64_t turn = blockIdx.x; turn < total; turn += gridDim.x) {
+    const int64_t chunk = backwards ? total - 1 - turn : turn;
+    const int64_t row = chunk / in_row, first = (chunk - row * in_row) * chunk_width<T>;
+    body(row, first, static_cast<int>(min(to.width - first, static_cast<int64_t>(chunk_width<T>))));
+  }
+}
+
+__device__ __forceinline__ int chunk_column(int item, int vec) {
+  return (item * tensor_threads + static_cast<int>(threadIdx.x)) * vec;
+}
+
+// The largest finite |x| of what each block has: no atomics, and nothing to set to zero before.
+template <class T, bool Ragged>
+__global__ void __launch_bounds__(tensor_threads, 6)
+    tensor_amax(const Plain<T> from, const Result to, float* amax /*[gridDim.x]*/) {
+  __shared__ BlockMax::Shared shared;
+  BlockMax whole(shared);
+  float finite = 0.0f;
+  each_chunk<T, false>(to, [&](int64_t row, int64_t first, int left) {
+    Packet<T> held[tensor_items];
+#pragma unroll
+    for (int item = 0; item < tensor_items; ++item) {
+      held[item] = from.template packet<Ragged>(row, first, chunk_column(item, widest<T>), left);
+    }
+    const float most = largest_of(held);
+    finite = fmaxf(finite, most < INFINITY ? most : largest_finite_of(held));
+  });
+  finite = whole.of(finite);
+  if (threadIdx.x == 0) amax[blockIdx.x] = finite;
+}
+
+// amax: what tensor_amax left, [parts]; of a scale that is given there is none.
+template <Fp8 F, class T, bool Ragged>
+__global__ void __launch_bounds__(tensor_threads, 4)
+    tensor(const Plain<T> from, const Result to, const float* amax /*[parts]*/, int parts) {
+  __shared__ BlockMax::Shared shared;
+  BlockMax whole(shared);
+  float scale;
+  if (to.given) {
+    scale = to.given[0];
+  } else {
+    float finite = 0.0f;
+    for (int part = threadIdx.x; part < parts; part += tensor_threads) finite = fmaxf(finite, amax[part]);
+    scale = to.scale_from<F>(whole.of(finite));
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) to.scale[0] = scale;
+  each_chunk<T, true>(to, [&](int64_t row, int64_t first, int left) {
+    Packet<T> held[tensor_items];
+#pragma unroll
+    for (int item = 0; item < tensor_items; ++item) {
+      held[item] = from.template packet<Ragged>(row, first, chunk_column(item, widest<T>), left);
+    }
+    const Divisor divisor = divisor_for(scale, largest_of(held));
+#pragma unroll
+    for (int item = 0; item < tensor_items; ++item) {
+      uint8_t* q = to.q + row * to.width + first;
+      store_codes<Ragged>(q, chunk_column(item, widest<T>), left, codes_of<F>(held[item], divisor));
+    }
+  });
+}
+
+// ---- launching -----------------------------------------------------------------------------------------------------
+
+inline dim3 grid_of(int64_t blocks) { return dim3(static_cast<unsigned>(std::clamp<int64_t>(blocks, 1, 0x7fffffff))); }
+
+template <class Body>
+void by_format(DType dtype, Body&& body) {
+  switch (dtype) {
+    case DType::e4m3: return body.template operator()<Fp8::e4m3>();
+    case DType::e5m2: return body.template operator()<Fp8::e5m2>();
+    default: wrong_value("dtype", "float8_e4m3fn or float8_e5m2", name_of(dtype));
+  }
+}
+
+inline int threads_for(int64_t width, int64_t each /* columns a thread */) {
+  return whole_warps(std::clamp<int64_t>((width + each - 1) / each, 1, 1024));
+}
+
+template <class Source>
+RowPlan plan_for(int64_t width) {
+  constexpr int vec = widest<typename Source::Value>;
+  const RowPlan plan = Source::in_registers ? row_plan(width, vec, 512, 4096) : row_in_loop;
+  if (plan.kind == RowKind::loop) return {RowKind::loop, 1, threads_for(width, vec), 1};
+  if (plan.kind == RowKind::warp && !Source::by_warp) return {RowKind::block, 2, threads_for(width, 2 * vec), 1};
+  return plan;
+}
+
+// aligned_words: every row begins at a 16-byte word, and is made of such.
+template <Fp8 F, class Source>
+void by_token(const Context& context, const Source& from, const Result& to, bool aligned_words) {
+  using T = typename Source::Value;
+  const RowPlan plan = plan_for<Source>(to.width);
+  const auto start = [&]<auto kernel>() {
+    launch<kernel>(context, grid_of((to.rows + plan.rows - 1) / plan.rows), dim3(plan.threads), from, to);
+  };
+  const auto by_alignment = [&]<int Items, RowKind kind>() {
+    if constexpr (Source::in_registers && (kind != RowKind::warp || Source::by_warp)) {
+      if (aligned_words) return start.template operator()<token<F, Source, false, Items, kind>>();
+      return start.template operator()<token<F, Source, true, Items, kind>>();
+    }
+    throw std::logic_error("quantize: a plan that this source has no kernel for");
+  };
+  switch (plan.kind) {
+    case RowKind::warp:
+      if (plan.items == 1) return by_alignment.template operator()<1, RowKind::warp>();
+      return by_alignment.template operator()<4, RowKind::warp>();
+    case RowKind::block:
+      if (plan.items == 2) return by_alignment.template operator()<2, RowKind::block>();
+      return by_alignment.template operator()<4, RowKind::block>();
+    case RowKind::loop: return start.template operator()<token_twice<F, Source>>();
+  }
+  throw std::logic_error("quantize: row_plan made a plan that no kernel follows");
+}
+
+template <Fp8 F, class Source>
+void by_group(const Context& context, const Source& from, const Result& to, bool aligned_words) {
+  using T = typename Source::Value;
+  const int64_t a_block = group_threads / group_lanes<T> * group_items;
+  const dim3 grid = grid_of((to.rows * blocks_of(to.width) + a_block - 1) / a_block);
+  if (aligned_words) {
+    launch<groups<F, Source, false>>(context, grid, dim3(group_threads), from, to);
+  } else {
+    launch<groups<F, Source, true>>(context, grid, dim3(group_threads), from, to);
+  }
+}
+
+// Of x [..., H] and a granularity: the shape of its scales.
+inline Tensor scales_of(const Tensor& x, const std::string& granularity, bool by_column) {
+  Tensor like = x;
+  const int last = x.rank - 1;
+  if (granularity == "tensor") {
+    like.rank = 1, like.shape[0] = 1;
+    return like;
+  }
+  like.shape[last] = granularity == "token" ? 1 : blocks_of(x.shape[last]);
+  if (granularity == "block_128x128") like.shape[last - 1] = blocks_of(x.shape[last - 1]);
+  if (by_column) std::rotate(like.shape.begin(), like.shape.begin() + last, like.shape.begin() + last + 1);
+  return like;
+}
+
+inline void must_have_rows(const Tensor& x, const char* argument, const std::string& granularity) {
+  if (x.rank < 1) wrong_value(argument, "at least one dimension", "a 0-dimensional tensor");
+  if (granularity == "block_128x128" && x.rank < 2) {
+    wrong_value(argument, "at least two dimensions for 'block_128x128'", shape_of(x));
+  }
+}
+
+inline void must_be_granularity(const std::string& granularity, bool rows_only) {
+  if (granularity == "token" || granularity == "block_1x128") return;
+  if (!rows_only && (granularity == "tensor" || granularity == "block_128x128")) return;
+  const char* expected = rows_only ? "'token' or 'block_1x128'" : "'tensor', 'token', 'block_1x128' or 'block_128x128'";
+  wrong_value("granularity", expected, "'" + granularity + "'");
+}
+
+inline bool is_by_column(const std::string& layout) {
+  if (layout == "row") return false;
+  if (layout == "column") return true;
+  wrong_value("scale_layout", "'row' or 'column'", "'" + layout + "'");
+}
+
+// As float32, with ue8m0 a power of two.
+inline float bound_of(const std::optional<double>& bound, bool ue8m0) {
+  if (!bound) return INFINITY;
+  if (!(*bound >= static_cast<double>(smallest_scale))) {
+    wrong_value("scale_upper_bound", "at least 2^-126", std::to_string(*bound));
+  }
+  const auto rounded = static_cast<float>(*bound);
+  return ue8m0 ? round_down(rounded) : rounded;
+}
+
+inline constexpr int64_t widest_row = int64_t{1}
+                                      << 30;  // columns are counted in int, with room for a step past the end
+
+// What a fused producer is asked for beside its values.
+struct Options {
+  bool groups;  // of 128 columns; else a row a scale
+  DType dtype;
+  float bound;
+  bool ue8m0, by_column;
+
+  Options(const std::string& granularity, DType dtype, const std::optional<double>& bound, bool ue8m0,
+          const std::string& layout)
+      : groups(granularity == "block_1x128"), dtype(dtype), bound(bound_of(bound, ue8m0)), ue8m0(ue8m0) {
+    must_be_granularity(granularity, true);
+    if (!is_fp8(dtype)) wrong_value("dtype", "float8_e4m3fn or float8_e5m2", name_of(dtype));
+    by_column = is_by_column(layout);
+  }
+
+  // The results, of the shapes that those of x have.
+  Result results(const Context& context, const Tensor& x, std::optional<Buffer>& q,
+                 std::optional<Buffer>& scale) const {
+    q.emplace(context.empty(x, dtype));
+    scale.emplace(context.empty(scales_of(x, groups ? "block_1x128" : "token", by_column), DType::f32));
+    return {q->as<uint8_t>(), scale->as<float>(), nullptr, rows_of(x).count, x.shape[x.rank - 1], bound, ue8m0,
+            by_column};
+  }
+
+  // Rows of whole groups that follow each other without a gap are one row.
+  bool joins_rows(bool gaps, int64_t width) const { return groups && !gaps && !by_column && width % block == 0; }
+};
+
+inline void must_be_scales(const Tensor& scale, const Tensor& x, const char* argument, const std::string& granularity,
+                           bool by_column) {
+  if (scale.dtype != DType::f16 && scale.dtype != DType::bf16 && scale.dtype != DType::f32 &&
+      scale.dtype != DType::f64 && !is_fp8(scale.dtype) && scale.dtype != DType::other) {
+    wrong_type("scale", "a floating dtype", name_of(scale.dtype));
+  }
+  const Tensor like = scales_of(x, granularity, by_column);
+  const bool same =
+      scale.rank == like.rank && std::equal(like.shape.begin(), like.shape.begin() + like.rank, scale.shape.begin());
+  if (!same && !(granularity == "tensor" && scale.rank == 0)) {
+    wrong_value("scale", "shape " + shape_of(like) + " for " + granularity + " scales of " + argument, shape_of(scale));
+  }
+  if (scale.dtype != DType::f32) throw Refused{"dtype"};
+  if (!scale.contiguous_from(0)) throw Refused{"unit_stride"};
+}
+
+}  // namespace prequal::quantize

@@ -1,0 +1,215 @@
+// q = x / scale in FP8, scale = amax / largest of a tensor, a token or a block.   x [..., H] -> q [..., H], scale
+// Who shares a scale owns it: a warp or a block a row, 16 or 32 lanes 128 columns, a block a tile (quantize.cuh).
+// Bytes: numel (sizeof(T) + 1) and the scales; of a tensor numel (2 sizeof(T) + 1), since its largest value comes first.
+// Numerics: fp32, every operation rounded once: the bits of the reference. dequantize_fp8: a product, and a rounding.
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "ops.h"
+#include "prequal/quantize.cuh"
+
+namespace prequal::ops {
+namespace {
+
+struct Unit : FileOf<"quantize_fp8"> {};
+
+using quantize::blocks_of;
+using quantize::Plain;
+using quantize::Result;
+
+template <Fp8 F, class T>
+void by_tensor(const Context& context, const Plain<T>& from, const Result& to, bool aligned_words) {
+  const int64_t chunks = to.rows * ((to.width + quantize::chunk_width<T> - 1) / quantize::chunk_width<T>);
+  const auto run = [&]<bool Ragged>() {
+    constexpr int threads = quantize::tensor_threads;
+    std::optional<Buffer> amax;
+    dim3 parts(1);
+    if (!to.given) {
+      constexpr auto first = quantize::tensor_amax<T, Ragged>;
+      parts = quantize::grid_of(std::min(chunks, resident_blocks<first>(context, threads)));
+      amax.emplace(context.empty({static_cast<int64_t>(parts.x)}, DType::f32));
+      launch<first>(context, parts, dim3(threads), from, to, amax->template as<float>());
+    }
+    constexpr auto second = quantize::tensor<F, T, Ragged>;
+    const dim3 grid = quantize::grid_of(std::min(chunks, resident_blocks<second>(context, threads)));
+    launch<second>(context, grid, dim3(threads), from, to,
+                   static_cast<const float*>(amax ? amax->template as<float>() : nullptr), static_cast<int>(parts.x));
+  };
+  if (aligned_words) {
+    run.template operator()<false>();
+  } else {
+    run.template operator()<true>();
+  }
+}
+
+template <Fp8 F, class T>
+void by_tile(const Context& context, const Plain<T>& from, const Result& to, int64_t matrix_rows, bool aligned_words) {
+  const int64_t tiles = to.rows / matrix_rows * blocks_of(matrix_rows) * blocks_of(to.width);
+  const dim3 grid = quantize::grid_of(tiles), threads(quantize::tile_threads<T>);
+  if (aligned_words) {
+    launch<quantize::tiles<F, T, false>>(context, grid, threads, from, to, matrix_rows);
+  } else {
+    launch<quantize::tiles<F, T, true>>(context, grid, threads, from, to, matrix_rows);
+  }
+}
+
+// ---- and back --------------------------------------------------------------------------------------------------------
+
+struct Scaled {
+  const uint8_t* q;  // [rows, H]
+  int64_t stride;    // elements from row to row
+  const float* scale;
+  int64_t rows, width, packets;  // packets: of 8 columns a row
+  int64_t matrix_rows;           // of a matrix of blocks; 1 where rows have scales of their own, 0 where all share one
+  int64_t rows_of_scales, groups;
+  int group;  // columns
+  bool e5m2, by_column;
+};
+
+inline constexpr int back_threads = 256;
+
+// A thread takes 8 codes.
+template <class T, bool Ragged>
+__global__ void __launch_bounds__(back_threads) back(const Scaled a, T* out /*[rows, H]*/) {
+  constexpr int N = 8;
+  const int64_t total = a.rows * a.packets;
+  for (int64_t at = static_cast<int64_t>(blockIdx.x) * back_threads + threadIdx.x; at < total;
+       at += static_cast<int64_t>(gridDim.x) * back_threads) {
+    const int64_t row = at / a.packets, column = (at - row * a.packets) * N;
+    const uint8_t* from = a.q + row * a.stride + column;
+    Vec<uint8_t, N> codes{};
+    if constexpr (Ragged) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (column + i < a.width) codes.at[i] = from[i];
+      }
+    } else {
+      codes = load<N>(from);
+    }
+
+    int64_t place = 0;
+    if (a.matrix_rows > 0) {
+      const int64_t matrix = row / a.matrix_rows, blocks = blocks_of(a.matrix_rows), group = column / a.group;
+      const int64_t down = matrix * blocks + (row - matrix * a.matrix_rows) / quantize::block;
+      place = a.by_column ? group * a.rows_of_scales + down : down * a.groups + group;
+    }
+    const float scale = a.scale[place];
+    Vec<T, N> values;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float value = a.e5m2 ? from_fp8<Fp8::e5m2>(codes.at[i]) : from_fp8<Fp8::e4m3>(codes.at[i]);
+      values.at[i] = from_float<T>(__fmul_rn(value, scale));
+    }
+
+    T* to = out + row * a.width + column;
+    if constexpr (Ragged) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (column + i < a.width) to[i] = values.at[i];
+      }
+    } else {
+      constexpr int n = widest<T>;
+#pragma unroll
+      for (int i = 0; i < N; i += n) store(to + i, *reinterpret_cast<const Vec<T, n>*>(&values.at[i]));
+    }
+  }
+}
+
+}  // namespace
+
+std::tuple<Buffer, Buffer> quantize_fp8(const Context& context, const Tensor& x /*[..., H]*/,
+                                        const std::string& granularity, DType dtype,
+                                        const std::optional<Tensor>& scale /*as the result's*/,
+                                        const std::optional<double>& scale_upper_bound, bool ue8m0,
+                                        const std::string& scale_layout) {
+  quantize::must_be_granularity(granularity, false);
+  if (!is_fp8(dtype)) wrong_value("dtype", "float8_e4m3fn or float8_e5m2", name_of(dtype));
+  const float bound = quantize::bound_of(scale_upper_bound, ue8m0);
+  const bool by_column = quantize::is_by_column(scale_layout);
+  quantize::must_have_rows(x, "x", granularity);
+  if (scale) {
+    quantize::must_be_scales(*scale, x, "x", granularity, by_column);
+    if (scale_upper_bound) wrong_value("scale_upper_bound", "none beside a scale that is given", "one");
+    if (ue8m0) wrong_value("ue8m0", "none beside a scale that is given", "one");
+  }
+  const int last = x.rank - 1;
+  if (x.shape[last] > quantize::widest_row) throw Refused{"size"};
+
+  std::optional<Buffer> q, found;
+  dispatch(x.dtype, Floats{}, [&]<class T>() {
+    const Rows rows = rows_of(x);
+    q.emplace(context.empty(x, dtype));
+    found.emplace(context.empty(quantize::scales_of(x, granularity, by_column), DType::f32));
+    Result to{q->template as<uint8_t>(),
+              found->template as<float>(),
+              scale ? scale->template as<const float>() : nullptr,
+              rows.count,
+              x.shape[last],
+              bound,
+              ue8m0,
+              by_column};
+    if (found->view().numel() == 0) return;
+
+    Plain<T> from{x.as<const T>(), rows.stride};
+    const bool gaps = rows.count > 1 && rows.stride != to.width;
+    const auto aligned_words = [&] {
+      return to.width % widest<T> == 0 &&
+             aligned(x.data, to.rows > 1 ? from.stride * static_cast<int64_t>(sizeof(T)) : 0, 16);
+    };
+    const auto as_one_row = [&] { to.width *= to.rows, to.rows = 1; };
+    quantize::by_format(dtype, [&]<Fp8 F>() {
+      if (granularity == "token") return quantize::by_token<F>(context, from, to, aligned_words());
+      if (granularity == "block_1x128") {
+        if (!gaps && !by_column && to.width % quantize::block == 0) as_one_row();
+        return quantize::by_group<F>(context, from, to, aligned_words());
+      }
+      if (granularity == "block_128x128") {
+        return by_tile<F>(context, from, to, x.shape[last - 1], aligned_words());
+      }
+      if (!gaps) as_one_row();
+      by_tensor<F>(context, from, to, aligned_words());
+    });
+  });
+  return {std::move(*q), std::move(*found)};
+}
+
+Buffer dequantize_fp8(const Context& context, const Tensor& q /*[..., H]*/, const Tensor& scale /*as of quantize_fp8*/,
+                      const std::string& granularity, DType dtype, const std::string& scale_layout) {
+  quantize::must_be_granularity(granularity, false);
+  const bool by_column = quantize::is_by_column(scale_layout);
+  quantize::must_have_rows(q, "q", granularity);
+  quantize::must_be_scales(scale, q, "q", granularity, by_column);
+  if (!is_fp8(q.dtype)) throw Refused{"dtype"};
+  const int last = q.rank - 1;
+  if (q.shape[last] > quantize::widest_row) throw Refused{"size"};
+
+  std::optional<Buffer> out;
+  dispatch(dtype, Floats{}, [&]<class T>() {
+    const Rows rows = rows_of(q);
+    out.emplace(context.empty(q, dtype));
+    Scaled a{q.as<const uint8_t>(),  rows.stride, scale.as<const float>(), rows.count, q.shape[last], 0, 0, 0, 0, 1,
+             q.dtype == DType::e5m2, by_column};
+    if (a.rows == 0 || a.width == 0) return;
+
+    a.groups = granularity == "token" ? 1 : blocks_of(a.width);
+    a.group = granularity == "token" ? 1 << 30 : quantize::block;
+    if (granularity == "block_128x128") {
+      a.matrix_rows = q.shape[last - 1];
+      a.rows_of_scales = a.rows / a.matrix_rows * blocks_of(a.matrix_rows);
+    } else if (granularity != "tensor") {
+      a.matrix_rows = 1, a.rows_of_scales = a.rows;
+    }
+    const bool words = a.width % 8 == 0 && aligned(q.data, a.rows > 1 ? a.stride : 0, 8);
+    a.packets = (a.width + 7) / 8;
+    const dim3 grid = quantize::grid_of((a.rows * a.packets + back_threads - 1) / back_threads);
+    if (words) {
+      launch<back<T, false>>(context, grid, dim3(back_threads), a, out->template as<T>());
+    } else {
+      launch<back<T, true>>(context, grid, dim3(back_threads), a, out->template as<T>());
+    }
+  });
+  return std::move(*out);
+}
+
+}  // namespace prequal::ops
