@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import traceback
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -862,69 +863,65 @@ def test_memory_beyond_inputs_and_gradients_is_the_workspace(sums, cuda):
 # ---- the vocabulary spread over ranks --------------------------------------------------------------------------------
 
 
-def _rank(rank: int, ranks: int, file: str, sizes: list[int], failed) -> None:
+def as_rank(rank: int, file: str, sizes: list[int]) -> None:
+    """A process of its own."""
     import torch.distributed as dist
 
-    try:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
-        first, classes = sum(sizes[:rank]), sum(sizes)
-        mine = slice(first, first + sizes[rank])
-        even = len(set(sizes)) == 1
-        place = {"process_group": dist.group.WORLD, "vocabulary": None if even else (first, classes)}
-        cpu = torch.device("cpu")
-        hidden, weight, target = data(cpu, classes=classes)
-        for choice in [*ALONE, tuple(OPTIONS)]:
-            whole = chosen(choice, cpu, classes)
-            part = {k: v[mine] if isinstance(v, Tensor) else v for k, v in whole.items()}
-            for reduction in ("mean", "none"):
-                want = with_gradients(formula, hidden, weight, target, reduction=reduction, **whole)
-                want = [x[mine] if i >= 2 else x for i, x in enumerate(want)]
-                got = with_gradients(
-                    prequal.linear_cross_entropy,
-                    hidden,
-                    weight[mine],
-                    target,
-                    reduction=reduction,
-                    max_workspace_bytes=SMALL // 2,
-                    **part,
-                    **place,
-                )
-                close(got, want)
-            both = prequal.linear_cross_entropy(hidden, weight[mine], target, return_lse=True, **part, **place)
-            close(both, formula(hidden, weight, target, **whole))
-        one = hidden.clone()
-        one[2] = math.nan
-        loss = prequal.linear_cross_entropy(one, weight[mine], target, reduction="none", **place)
-        assert loss.isnan().nonzero().tolist() == [[2]]
-        with pytest.raises(ValueError, match=f"target: expected classes 0 to {classes - 1}"):
-            prequal.linear_cross_entropy(hidden, weight[mine], torch.full_like(target, classes), **place)
-        with pytest.raises(ValueError, match=r"vocabulary: expected \(first, classes\)"):
-            prequal.linear_cross_entropy(
-                hidden, weight[mine], target, process_group=dist.group.WORLD, vocabulary=(classes, classes)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=len(sizes))
+    first, classes = sum(sizes[:rank]), sum(sizes)
+    mine = slice(first, first + sizes[rank])
+    even = len(set(sizes)) == 1
+    place = {"process_group": dist.group.WORLD, "vocabulary": None if even else (first, classes)}
+    cpu = torch.device("cpu")
+    hidden, weight, target = data(cpu, classes=classes)
+    for choice in [*ALONE, tuple(OPTIONS)]:
+        whole = chosen(choice, cpu, classes)
+        part = {k: v[mine] if isinstance(v, Tensor) else v for k, v in whole.items()}
+        for reduction in ("mean", "none"):
+            want = with_gradients(formula, hidden, weight, target, reduction=reduction, **whole)
+            want = [x[mine] if i >= 2 else x for i, x in enumerate(want)]
+            got = with_gradients(
+                prequal.linear_cross_entropy,
+                hidden,
+                weight[mine],
+                target,
+                reduction=reduction,
+                max_workspace_bytes=SMALL // 2,
+                **part,
+                **place,
             )
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException:
-        failed.put(f"rank {rank}:\n{traceback.format_exc()}")
-        raise
+            close(got, want)
+        both = prequal.linear_cross_entropy(hidden, weight[mine], target, return_lse=True, **part, **place)
+        close(both, formula(hidden, weight, target, **whole))
+    one = hidden.clone()
+    one[2] = math.nan
+    loss = prequal.linear_cross_entropy(one, weight[mine], target, reduction="none", **place)
+    assert loss.isnan().nonzero().tolist() == [[2]]
+    with pytest.raises(ValueError, match=f"target: expected classes 0 to {classes - 1}"):
+        prequal.linear_cross_entropy(hidden, weight[mine], torch.full_like(target, classes), **place)
+    with pytest.raises(ValueError, match=r"vocabulary: expected \(first, classes\)"):
+        prequal.linear_cross_entropy(
+            hidden, weight[mine], target, process_group=dist.group.WORLD, vocabulary=(classes, classes)
+        )
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("sizes", [[12, 12], [9, 1, 17]], ids=str)
 def test_a_vocabulary_spread_over_ranks_gives_the_answer_of_one(sizes, tmp_path):
-    import multiprocessing
-
-    context = multiprocessing.get_context("spawn")
-    failed = context.Queue()
+    told = [str(tmp_path / "store"), *map(str, sizes)]
     ranks = [
-        context.Process(target=_rank, args=(rank, len(sizes), str(tmp_path / "store"), sizes, failed))
+        subprocess.Popen([sys.executable, __file__, str(rank), *told], stderr=subprocess.PIPE, text=True)
         for rank in range(len(sizes))
     ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(240)
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-    assert codes == [0] * len(sizes), "" if failed.empty() else failed.get()
+    try:
+        ends = [(process.communicate(timeout=240)[1], process.returncode) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert all(code == 0 for _, code in ends), "\n".join(error for error, _ in ends)
+
+
+if __name__ == "__main__":
+    as_rank(int(sys.argv[1]), sys.argv[2], [int(size) for size in sys.argv[3:]])
