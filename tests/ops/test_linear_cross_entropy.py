@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, library
 
 import prequal
 from prequal.ops import _cross_entropy as ce
@@ -550,7 +550,7 @@ def test_opcheck_of_the_node_that_a_graph_holds(reduction, device):
     hidden, weight, target = data(device, dtype=torch.float32)
     args = (hidden.requires_grad_(), weight.requires_grad_(), target, None, None)
     plain = (-100, reduction, 0.1, 0.0, 0.0, False, SMALL, False, True, [True, True, False])
-    torch.library.opcheck(torch.ops.prequal.linear_cross_entropy_forward.default, (*args, *plain))
+    library.opcheck(torch.ops.prequal.linear_cross_entropy_forward.default, (*args, *plain))
 
 
 def test_a_dispatch_mode_sees_one_node(device):

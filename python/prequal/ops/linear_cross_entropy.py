@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, library
 
 from prequal import constraints as c
 from prequal.contracts import Tolerance
@@ -917,9 +917,9 @@ def _walk(ctx, of_loss, of_lse, *unused):
 
 LIBRARY.impl(_FORWARD, _forward_op, "CompositeExplicitAutograd")
 LIBRARY.impl(_BACKWARD, _backward_op, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{NAMESPACE}::{_FORWARD}", _forward_fake, lib=LIBRARY)
-torch.library.register_fake(f"{NAMESPACE}::{_BACKWARD}", _backward_fake, lib=LIBRARY)
-torch.library.register_autograd(f"{NAMESPACE}::{_FORWARD}", _walk, setup_context=_setup, lib=LIBRARY)
+library.register_fake(f"{NAMESPACE}::{_FORWARD}", _forward_fake, lib=LIBRARY)
+library.register_fake(f"{NAMESPACE}::{_BACKWARD}", _backward_fake, lib=LIBRARY)
+library.register_autograd(f"{NAMESPACE}::{_FORWARD}", _walk, setup_context=_setup, lib=LIBRARY)
 
 
 # ---- the plain formula -----------------------------------------------------------------------------------------------
