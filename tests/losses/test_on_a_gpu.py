@@ -34,24 +34,6 @@ def test_the_kernels_give_the_answer_of_the_references(classes, choice, reductio
 
 
 @pytest.mark.gpu
-def test_rows_past_2_31_logits_are_those_rows(cuda):
-    classes, rows = 131_077, 16_400  # 2^31 logits are 16,383.4 rows
-    if torch.cuda.mem_get_info()[0] < 12 * 2**30:
-        pytest.skip("needs 12 GiB")
-    logits = torch.randn(64, classes, device=cuda, dtype=torch.bfloat16).repeat(-(-rows // 64), 1)[:rows]
-    target = torch.arange(rows, device=cuda) * 7919 % classes
-    coefficients = torch.ones(rows, 4, device=cuda)
-    coefficients[:, 3] = 0
-    last = logits[-20:].clone()
-    stats, of_last = torch.empty(rows, 4, device=cuda), torch.empty(20, 4, device=cuda)
-    prequal.cross_entropy_chunk_(logits, stats, target, coefficients)
-    prequal.cross_entropy_chunk_(last, of_last, target[-20:], coefficients[-20:])
-    assert torch.equal(logits[-20:], last)
-    assert torch.equal(stats[-20:], of_last)
-    assert prequal.stats()["cross_entropy_chunk_"][str(cuda)] == {"fast": 2, "reference": {}}
-
-
-@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @every_reduction
 def test_no_host_synchronisation_forward_or_backward(reduction, cuda):
