@@ -140,7 +140,7 @@ std::tuple<Buffer, Buffer, Buffer, Buffer, Buffer> sparse_gate_add_layer_norm_af
     const Tensor& total, const Tensor& scale, const std::optional<Tensor>& batch, const std::optional<Tensor>& ptr,
     double eps, bool add_one, bool gate_grad, bool scale_grad, bool shift_grad);
 
-// src/ops/linear_cross_entropy.cu
+// src/ops/cross_entropy.cu
 Buffer cross_entropy_stats(const Context&, const Tensor& logits, const Tensor& target,
                            const std::optional<Tensor>& class_weight, int64_t first_class, double softcap);
 void cross_entropy_gradient_(const Context&, const Tensor& logits, const Tensor& lse, const Tensor& target,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pathlib
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -73,6 +74,27 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture
 def cuda() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def watching_dispatch() -> AbstractContextManager[list[object]]:
+    """A dispatch mode that lists every op that comes by."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[object] = []
+
+        def __enter__(self) -> list[object]:
+            super().__enter__()
+            return self.seen
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    return Watch()
 
 
 @pytest.fixture(autouse=True)

@@ -440,17 +440,8 @@ def test_vmap_over_nothing_has_the_shape_of_nothing(op, device):
 
 
 @every_op
-def test_a_dispatch_mode_sees_the_op(op, device):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    with Watch():
+def test_a_dispatch_mode_sees_the_op(op, device, watching_dispatch):
+    with watching_dispatch as seen:
         public(op)(*quick(op, device).args)
     assert op.packet.default in seen
 

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 try:
     from .api import *
+    from .losses import linear_cross_entropy as linear_cross_entropy
     from .ops import *
 except (ImportError, ValueError) as _error:
     # The command must still start, to say what is wrong. Without torch everything else raises at its first use; a wrong

@@ -453,9 +453,9 @@ class Op:
             return self.fall_back(args, unsupported("kernel"))
         why = state.why()
         if why in _OTHER_ROADS:
-            if _is_transformed(args):
+            if is_transformed(args):
                 return self.fall_back(args, unsupported("transform"))
-            if _needs_dispatcher(args):
+            if needs_dispatcher(args):
                 return self._call(self.packet, args)
             named = zip(self.arguments, args, strict=True)
             asking = {name for name, x in named if isinstance(x, Tensor) and x.requires_grad}
@@ -576,7 +576,7 @@ def _pairs(args: Sequence[Any], in_dims: Sequence[int | None]) -> Iterable[tuple
     return zip(args, in_dims, strict=True)
 
 
-def _is_transformed(args: Iterable[Any]) -> bool:
+def is_transformed(args: Iterable[Any]) -> bool:
     """Under torch.func's grad or jvp, or with a forward-mode tangent.
 
     A custom op of torch's has no rule for these: it raises, or drops the tangent without a word. The reference is plain
@@ -591,7 +591,7 @@ def _is_transformed(args: Iterable[Any]) -> bool:
     return any(isinstance(x, Tensor) and x.is_floating_point() and unpack(x).tangent is not None for x in args)
 
 
-def _needs_dispatcher(args: Iterable[Any]) -> bool:
+def needs_dispatcher(args: Iterable[Any]) -> bool:
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
     return any(

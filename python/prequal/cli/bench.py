@@ -24,7 +24,7 @@ TESTS = ("passed", "failed", "not run")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", metavar="OP,OP", help="names or basenames; default: every op")
-    parser.add_argument("--shapes", choices=("quick", "full"), default="quick", help="default: quick, some 3 minutes")
+    parser.add_argument("--shapes", choices=("quick", "full"), default="quick", help="default: quick")
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal on small samples, never evidence"
     )

@@ -1,5 +1,9 @@
 """Every op, a line each: the order in which tables list them."""
 
+from .cross_entropy import cross_entropy_chunk_ as cross_entropy_chunk_
+from .cross_entropy import cross_entropy_gradient_ as cross_entropy_gradient_
+from .cross_entropy import cross_entropy_stats as cross_entropy_stats
+from .cross_entropy import scale_unless_one_ as scale_unless_one_
 from .fused_add_rms_norm import fused_add_rms_norm as fused_add_rms_norm
 from .fused_add_rms_norm import fused_add_rms_norm_ as fused_add_rms_norm_
 from .fused_add_rms_norm_quantize_fp8 import fused_add_rms_norm_quantize_fp8 as fused_add_rms_norm_quantize_fp8
@@ -15,11 +19,6 @@ from .knn import knn_interpolate as knn_interpolate
 from .knn import radius as radius
 from .layer_norm import layer_norm as layer_norm
 from .layer_norm import layer_norm_backward as layer_norm_backward
-from .linear_cross_entropy import cross_entropy_chunk_ as cross_entropy_chunk_
-from .linear_cross_entropy import cross_entropy_gradient_ as cross_entropy_gradient_
-from .linear_cross_entropy import cross_entropy_stats as cross_entropy_stats
-from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
-from .linear_cross_entropy import scale_unless_one_ as scale_unless_one_
 from .linear_bias import linear_bias as linear_bias
 from .linear_bias import linear_relu as linear_relu
 from .linear_gelu import linear_gelu as linear_gelu

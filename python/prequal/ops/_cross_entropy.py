@@ -1,45 +1,9 @@
-"""What the loss of a chunk of logits is made of: the arithmetic of the kernels in torch, and the sizes of chunks."""
+"""What the loss of a chunk of logits is made of: the arithmetic of the kernels in torch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-# Logits and their gradient lie in one buffer, of less than 300 MB. 8,192 rows of 131,072 classes in a half are eight
-# chunks of 1,024 then: of 1,136, the most that fit, there would be as many, one of 240 and none of whole tiles.
-WORKSPACE_BYTES = 284 * 2**20
-
-
-def row_elements(classes: int, itemsize: int) -> int:
-    """Elements from one row of logits to the next: every row begins at a multiple of 16 bytes."""
-    step = 16 // itemsize
-    return -(-classes // step) * step
-
-
-def chunk_rows(tokens: int, classes: int, itemsize: int, max_workspace_bytes: int) -> int:
-    """Rows of logits in the largest chunk: as few chunks as the workspace allows, at least a row each, of like size;
-    of whole tiles of 128 rows, or of 16, where that still fits.
-
-    Pure: of these four numbers alone.
-    """
-    most = max(1, max_workspace_bytes // max(1, row_elements(classes, itemsize) * itemsize))
-    if tokens <= most:
-        return tokens
-    alike = -(-tokens // -(-tokens // most))
-    for tile in (128, 16):
-        rows = -(-alike // tile) * tile
-        if rows <= most:
-            return rows
-    return alike
-
-
-def chunks(tokens: int, rows: int) -> list[tuple[int, int]]:
-    """(begin, end) of each, `rows` long. What is left over comes first: the gradient of the weight is rounded at every
-    chunk, by as much as has been added up, and so by less."""
-    if tokens == 0:
-        return []
-    first = (tokens - 1) % rows + 1
-    return [(0, first), *((begin, begin + rows) for begin in range(first, tokens, rows))]
 
 
 def capped(z: Tensor, softcap: float) -> Tensor:

@@ -19,7 +19,7 @@
 namespace prequal::ops {
 namespace {
 
-struct Unit : FileOf<"linear_cross_entropy"> {};
+struct Unit : FileOf<"cross_entropy"> {};
 
 constexpr int most_threads = 1024;
 constexpr int most_items = 4;  // 16-byte accesses that a thread has on their way
