@@ -274,7 +274,8 @@ __device__ __forceinline__ int list_candidates(int* list, uint32_t (&order)[V], 
   const int count = __shfl_sync(whole_warp, upto, threadIdx.x % 32 | (Lanes - 1));
   if (__any_sync(whole_warp, count > Lanes)) {  // of either team: they go together
     list_one_by_one<Lanes>(list, order, chosen, lane);
-    return chosen;
+    if (count > Lanes) return chosen;
+    __syncwarp();  // the order of a team's list is that of its sums: another token must not move it
   }
   for (int place = upto - own; mine != 0; mine &= mine - 1) list[place++] = lane * V + __ffs(mine) - 1;
   return count;

@@ -123,6 +123,20 @@ def test_the_best_may_all_lie_together(device, experts, k):
     is_right(prequal.moe_route(logits, k), by_numpy(logits, k, "softmax", True))
 
 
+@pytest.mark.parametrize(("experts", "k"), [(8, 2), (20, 5), (64, 6), (160, 6), (256, 8), (384, 12)])
+@pytest.mark.parametrize(("score", "renormalize"), SCORES)
+def test_a_row_has_the_same_bits_beside_any_other(device, experts, k, score, renormalize):
+    """Two tokens share a warp: rows in no order, each beside its like and beside rows of equals on either side."""
+    odd = spaced_logits(device, 32, experts, torch.float32)
+    alone, chosen, _ = prequal.moe_route(odd, k, score=score, renormalize=renormalize)
+    for side in (0, 1):
+        mixed = torch.zeros(64, experts, device=device)
+        mixed[side::2] = odd
+        weights, found, _ = prequal.moe_route(mixed, k, score=score, renormalize=renormalize)
+        assert torch.equal(weights[side::2], alone)
+        assert torch.equal(found[side::2], chosen)
+
+
 @pytest.mark.parametrize("experts", [8, 64, 256])
 @pytest.mark.parametrize(("score", "renormalize"), SCORES)
 def test_rows_that_are_not_finite_have_the_stated_answer(device, experts, score, renormalize):
