@@ -7,6 +7,7 @@
 #include <cmath>
 #include <optional>
 #include <string>
+#include <type_traits>
 
 #include "ops.h"
 #include "prequal/dispatch.h"
@@ -93,17 +94,40 @@ __device__ __forceinline__ Seen over_block(Seen seen) {
   return over_warp(lane < static_cast<int>(blockDim.x) / 32 ? warps[lane] : Seen{minus_infinity, 0.0f, 0.0f});
 }
 
-template <bool Capped, class T>
+// NaN is left out. Of halves two at a time.
+template <class T>
+__device__ __forceinline__ float largest_in(const Packet<T>& packet) {
+  if constexpr (sizeof(T) == 4) {
+    float most = minus_infinity;
+#pragma unroll
+    for (int i = 0; i < widest<T>; ++i) most = fmaxf(most, packet[i]);
+    return most;
+  } else {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    Packet<T> most{};
+    most.word.at[0] = std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u;  // two minus infinities
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      most.word.at[0] = bits_as<uint32_t>(__hmax2(bits_as<Pair>(most.word.at[0]), bits_as<Pair>(packet.word.at[i])));
+    }
+    return fmaxf(most[0], most[1]);
+  }
+}
+
+// The kernel is bound by instructions: what a whole packet can be asked is not asked of each of its values.
+template <bool Capped, bool Ragged, class T>
 __device__ __forceinline__ void see(Seen& seen, const Packet<T>& packet, int column, const Chunk<T>& chunk) {
   constexpr int N = widest<T>;
+  const auto inside = [&](int i) { return !Ragged || column + i < chunk.width; };
   float z[N], largest = minus_infinity;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     z[i] = packet[i];
     if constexpr (Capped) z[i] = chunk.softcap * tanh_of(z[i], chunk);
-    if (column + i >= chunk.width) z[i] = minus_infinity;
-    largest = fmaxf(largest, z[i]);
+    if (!inside(i)) z[i] = minus_infinity;
+    if constexpr (Capped || Ragged) largest = fmaxf(largest, z[i]);
   }
+  if constexpr (!Capped && !Ragged) largest = largest_in(packet);
 
   const float both = fmaxf(seen.largest, largest);
   seen.total *= ratio(seen.largest, both);
@@ -112,10 +136,16 @@ __device__ __forceinline__ void see(Seen& seen, const Packet<T>& packet, int col
 #pragma unroll
   for (int i = 0; i < N; ++i) seen.total += exp2_of(fmaf(z[i], log2_e, shift));
 
+  if (chunk.class_weight) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    if (column + i >= chunk.width) continue;
-    seen.weighted += chunk.class_weight ? chunk.class_weight[column + i] * z[i] : z[i];
+    for (int i = 0; i < N; ++i) {
+      if (inside(i)) seen.weighted += chunk.class_weight[column + i] * z[i];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (inside(i)) seen.weighted += z[i];
+    }
   }
 }
 
@@ -126,24 +156,40 @@ struct Slope {
   bool none;             // a gradient of zeros
 };
 
-template <bool Capped, class T>
+template <bool Capped, bool Ragged, class T>
 __device__ __forceinline__ Packet<T> gradient_of(const Packet<T>& packet, int column, const Slope& slope,
                                                  const Chunk<T>& chunk) {
   constexpr int N = widest<T>;
-  float g[N];
+  if (slope.none) return {};
+  float g[N], t[N] = {};
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    float z = packet[i], t = 0.0f;
+    float z = packet[i];
     if constexpr (Capped) {
-      t = tanh_of(z, chunk);
-      z = chunk.softcap * t;
+      t[i] = tanh_of(z, chunk);
+      z = chunk.softcap * t[i];
     }
-    float of_all = slope.all;
-    if (chunk.class_weight && column + i < chunk.width) of_all *= chunk.class_weight[column + i];
-    g[i] = slope.p * exp2_of(fmaf(z, log2_e, slope.minus_lse)) - of_all;
-    if (column + i == slope.place) g[i] -= slope.target;
-    if constexpr (Capped) g[i] *= 1.0f - t * t;
-    if (slope.none) g[i] = 0.0f;
+    g[i] = exp2_of(fmaf(z, log2_e, slope.minus_lse));
+  }
+  if (chunk.class_weight) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const bool inside = !Ragged || column + i < chunk.width;
+      g[i] = slope.p * g[i] - (inside ? slope.all * chunk.class_weight[column + i] : slope.all);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) g[i] = slope.p * g[i] - slope.all;
+  }
+  if (static_cast<unsigned>(slope.place - column) < N) {  // one thread of a row's
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (column + i == slope.place) g[i] -= slope.target;
+    }
+  }
+  if constexpr (Capped) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) g[i] *= 1.0f - t[i] * t[i];
   }
   return pack<T>(g);
 }
@@ -173,7 +219,8 @@ __global__ void __launch_bounds__(most_threads) rows_kernel(Chunk<T> chunk /*log
       }
 #pragma unroll
       for (int item = 0; item < items; ++item) {
-        if (column_of(turn, item) < chunk.width) see<Capped>(seen, packets[item], column_of(turn, item), chunk);
+        if (column_of(turn, item) >= chunk.width) continue;
+        see<Capped, Ragged>(seen, packets[item], column_of(turn, item), chunk);
       }
     }
     float picked = 0.0f;
@@ -206,7 +253,8 @@ __global__ void __launch_bounds__(most_threads) rows_kernel(Chunk<T> chunk /*log
 #pragma unroll
       for (int item = 0; item < items; ++item) {
         const int column = column_of(turn, item);
-        store_packet<Ragged>(logits, column, chunk.width, gradient_of<Capped>(packets[item], column, slope, chunk));
+        const Packet<T> gradient = gradient_of<Capped, Ragged>(packets[item], column, slope, chunk);
+        store_packet<Ragged>(logits, column, chunk.width, gradient);
       }
     }
   }
