@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import prequal
+from prequal.losses.chunks import LEAN_WORKSPACE_BYTES
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 FLUSH_BYTES = 256 * 2**20
@@ -66,9 +67,9 @@ def candidates() -> dict[str, Loss | str]:
     return {
         "prequal": ours,
         "prequal, float32 sums": partial(ours, weight_grad_dtype=torch.float32),
-        "prequal, 128 MiB": partial(ours, max_workspace_bytes=2**27),
         "prequal, 512 MiB": partial(ours, max_workspace_bytes=2**29),
-        "prequal, 1 GiB": partial(ours, max_workspace_bytes=2**30),
+        "prequal, lean: 284 MiB": partial(ours, max_workspace_bytes=LEAN_WORKSPACE_BYTES),
+        "prequal, 128 MiB": partial(ours, max_workspace_bytes=2**27),
         "prequal, 4 MiB": partial(ours, max_workspace_bytes=2**22),
         "torch eager, fp32 logits": eager_wide,
         "torch eager, bf16 logits": eager_half,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from prequal.losses.chunks import WORKSPACE_BYTES, chunk_rows, chunks, row_elements
+from prequal.losses.chunks import LEAN_WORKSPACE_BYTES, chunk_rows, chunks, default_workspace, row_elements
 
 
 def test_chunks_fit_the_workspace_and_are_as_few_as_it_allows():
@@ -27,7 +27,7 @@ def test_chunks_fit_the_workspace_and_are_as_few_as_it_allows():
 
 
 def test_the_logits_of_the_bar_have_eight_chunks_in_less_than_300_megabytes():
-    rows = chunk_rows(8192, 131_072, 2, WORKSPACE_BYTES)
+    rows = chunk_rows(8192, 131_072, 2, LEAN_WORKSPACE_BYTES)
     assert rows == 1024
     assert len(chunks(8192, rows)) == 8
     assert rows * 131_072 * 2 < 299e6
@@ -37,3 +37,12 @@ def test_four_mebibytes_hold_a_32nd_of_the_logits_of_512_tokens():
     rows = chunk_rows(512, 128_256, 2, 4 * 2**20)
     assert rows == 16
     assert 31 * rows * row_elements(128_256, 2) <= 512 * 128_256
+
+
+def test_the_default_workspace_is_the_weights_gradient_within_bounds():
+    assert default_workspace(131_072, 4096, 2, True) == 2**30
+    assert default_workspace(131_072, 4096, 2, False) == LEAN_WORKSPACE_BYTES
+    assert default_workspace(128_256, 2048, 2, True) == 128_256 * 2048 * 2
+    assert default_workspace(262_144, 16_384, 2, True) == 2**30
+    assert default_workspace(50_257, 768, 2, True) == LEAN_WORKSPACE_BYTES
+    assert chunk_rows(8192, 131_072, 2, default_workspace(131_072, 4096, 2, True)) == 4096

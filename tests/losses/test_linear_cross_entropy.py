@@ -25,7 +25,7 @@ from formula_of_the_loss import (
 )
 
 import prequal
-from prequal.losses.chunks import WORKSPACE_BYTES, row_elements
+from prequal.losses.chunks import LEAN_WORKSPACE_BYTES, row_elements
 from prequal.losses.tokens import Loss
 from prequal.losses.walk import finish, passes
 
@@ -35,7 +35,7 @@ from prequal.losses.walk import finish, passes
 def test_loss_and_gradients_are_those_of_the_plain_formula(choice, reduction, device):
     inputs, named = data(device), chosen(choice, device)
     want = with_gradients(formula, *inputs, reduction=reduction, **named)
-    for workspace in (SMALL, WORKSPACE_BYTES):
+    for workspace in (SMALL, LEAN_WORKSPACE_BYTES):
         got = with_gradients(
             prequal.linear_cross_entropy, *inputs, reduction=reduction, max_workspace_bytes=workspace, **named
         )
@@ -296,3 +296,13 @@ def test_a_wrong_call_is_an_error_where_it_is_traced(device):
         call = torch.compile(lambda x: prequal.linear_cross_entropy(x, weight, target, **named), backend="eager")  # noqa: B023
         with pytest.raises(Exception, match=match):
             call(hidden)
+
+
+@pytest.mark.parametrize(("needs", "chunks"), [(True, 4), (False, 32)])
+def test_by_default_chunks_are_as_large_as_the_weights_gradient_where_there_is_one(needs, chunks, monkeypatch):
+    monkeypatch.setattr("prequal.losses.chunks.LEAN_WORKSPACE_BYTES", 160)  # one row
+    hidden, weight = torch.randn(32, 8), torch.randn(40, 8).requires_grad_(needs)  # of 8 rows the logits are as large
+    prequal.reset_stats()
+    prequal.linear_cross_entropy(hidden, weight, torch.arange(32))
+    name = "cross_entropy_chunk_" if needs else "cross_entropy_stats"
+    assert sum(prequal.stats()[name]["cpu"]["reference"].values()) == chunks

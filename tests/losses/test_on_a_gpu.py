@@ -134,3 +134,18 @@ def test_memory_beyond_inputs_and_gradients_is_the_workspace(sums, cuda):
     step()
     beyond = torch.cuda.max_memory_allocated() - before - 2 * (hidden.numel() + weight.numel())
     assert beyond <= workspace + 4 * 2**20 + (0 if sums is None else 4 * weight.numel())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sums", [None, torch.float32])
+def test_the_default_workspace_is_no_more_than_the_weights_gradient_or_what_its_sums_need(sums, cuda):
+    """Sums in float32 have the logits where the narrow gradient is made at the end."""
+    tokens, width, classes = 8192, 4096, 65_536
+    hidden, weight, target = data(cuda, tokens=tokens, width=width, classes=classes, dtype=torch.bfloat16)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    prequal.linear_cross_entropy(hidden, weight, target, weight_grad_dtype=sums).backward()
+    beyond = torch.cuda.max_memory_allocated() - before - 2 * (hidden.numel() + weight.numel())
+    assert beyond <= (2 if sums is None else 4) * weight.numel() + 4 * 2**20

@@ -94,4 +94,5 @@ def check_call(
         c.is_number("softcap", softcap)
         if not 0 < softcap < float("inf"):
             raise ValueError(f"softcap: expected None or a finite number > 0, got {softcap}")
-    c.in_range("max_workspace_bytes", workspace, 1, 2**62)
+    if workspace is not None:
+        c.in_range("max_workspace_bytes", workspace, 1, 2**62)

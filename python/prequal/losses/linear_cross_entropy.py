@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from prequal import constraints as c
 from prequal.registry import NAMESPACE, is_transformed, needs_dispatcher
 
 from .checks import autocast_dtype, check_accumulation, check_call, share_of
-from .chunks import WORKSPACE_BYTES
+from .chunks import default_workspace
 from .eager import ChunkedLoss
 from .graph_node import FORWARD
 from .tokens import Loss, plain_formula
@@ -33,7 +34,7 @@ def linear_cross_entropy(
     return_lse: bool = False,
     weight_grad_dtype: torch.dtype | None = None,
     accumulate_into_grad: bool = False,
-    max_workspace_bytes: int = WORKSPACE_BYTES,
+    max_workspace_bytes: int | None = None,
     checked: bool = False,
     process_group: Any = None,
     vocabulary: tuple[int, int] | None = None,
@@ -57,8 +58,9 @@ def linear_cross_entropy(
         accumulate_into_grad: the weight's gradient is added to an existing ``weight.grad`` in the backward pass, and no
             second one is made; the logits are computed twice for it. Not with float16, hooks on weight, or
             torch.compile, and with weight_grad_dtype only where weight is of that dtype.
-        max_workspace_bytes: memory for logits; one row is always made. Of a vocabulary that is spread, for an even
-            share of it; the same number on every rank.
+        max_workspace_bytes: memory for logits; one row is always made. None: as much as weight takes where it needs a
+            gradient, at most 1 GiB; else, and at least, 284 MiB. Of a vocabulary that is spread, for an even share of
+            it; the same number on every rank.
         checked: wait for the device and raise where a target is no class. On the CPU that is always so.
         process_group: weight, bias and class_weight are this rank's slice of a vocabulary spread over the group; hidden
             and target are the same on every rank. So are the results, and the gradient of hidden.
@@ -95,6 +97,13 @@ def linear_cross_entropy(
     first, classes = 0, weight.shape[0]
     if process_group is not None:
         first, classes = share_of(process_group, weight.shape[0], vocabulary)
+    if (dtype := autocast_dtype(hidden)) is not None:
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    if max_workspace_bytes is None:
+        share = classes if process_group is None else -(-classes // dist.get_world_size(process_group))
+        adds = torch.is_grad_enabled() and weight.requires_grad
+        max_workspace_bytes = default_workspace(share, weight.shape[1], weight.element_size(), adds)
     how = Loss(
         ignore_index,
         reduction,
@@ -110,9 +119,6 @@ def linear_cross_entropy(
         accumulate_into_grad,
     )
 
-    if (dtype := autocast_dtype(hidden)) is not None:
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
     if accumulate_into_grad:
         check_accumulation(weight, weight_grad_dtype)
     flat, target_flat = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long()
