@@ -236,6 +236,9 @@ __device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) {
 #endif
 }
 
+// Acquires at the block's scope, as try_wait does unless told otherwise: what is waited for are bytes in this block's own
+// shared memory, which the barrier counted. At the cluster's scope nvcc 13.0 adds an emptying of L1 (CCTL.IVALL) after every
+// wait, which only what others wrote to global memory would need.
 __device__ __forceinline__ void wait_for_bytes(uint64_t* barrier, int phase) {
 #if __CUDA_ARCH__ >= 900
   int done = 0;
