@@ -559,6 +559,7 @@ PREQUAL_HD void walk_all(const Point<float>& q, const Seen& view, int first, int
   constexpr int reads = 4;  // so many are on their way at once
   int i = first;
   for (; i + (reads - 1) * step < count; i += reads * step) look(std::integral_constant<int, reads>{}, i);
+#pragma unroll 1
   for (; i < count; i += step) look(std::integral_constant<int, 1>{}, i);
   offers.flush();
 }

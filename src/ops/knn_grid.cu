@@ -507,7 +507,6 @@ __device__ __noinline__ tree::Best<K> search_all(unsigned asking, Point<float> q
   tree::Best<K> found;
   found.clear(k, mine < queries ? bound : -1.0f);  // nothing comes before -1
   grid::walk_all(p, view, lane % lanes, lanes, view.start(grid::cells_for(points)), found);
-  __syncwarp();
 
   const auto of_lane = [&](int from) {
     tree::Best<K> other;

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import prequal
 from prequal import constraints
 from prequal.bench.shapes import knn as benchmarked
 from prequal.ops._clouds import KINDS, cloud
@@ -22,8 +23,7 @@ from prequal.ops._clouds import KINDS, cloud
 HERE = pathlib.Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 WARP, BLOCK, LOOP = range(3)
-BENCHMARKED = benchmarked.KINDS
-NOT_APART = ("all scales", "centre of a sphere")
+TOLD_APART = [name for name, *_ in benchmarked.KINDS if name not in ("all scales", "centre of a sphere")]
 
 
 @pytest.fixture(scope="session")
@@ -588,13 +588,11 @@ def test_no_cluster_outlier_or_line_makes_a_search_look_at_much_of_the_cloud(nat
     assert got.looked.mean() < (15 if k == 1 else 50)
 
 
-@pytest.mark.parametrize("kind", [*(name for name, *_ in BENCHMARKED), "line", "two ends", "lattice", "plane x"])
+@pytest.mark.parametrize("kind", [*TOLD_APART, "line", "two ends", "lattice", "plane x"])
 @pytest.mark.parametrize("k", [1, 8])
 def test_no_search_gives_up_where_a_grid_tells_the_points_apart(native, kind, k):
     if kind in ("line", "two ends", "lattice", "plane x"):
         queries, references = cloud("cpu", 4000, 1, kind), cloud("cpu", 8000, 2, kind)
-    elif kind in NOT_APART:
-        pytest.skip("a grid does not")
     elif kind == "Igea scan" and benchmarked.scan() is None:
         pytest.skip("PREQUAL_TEST_DATA does not hold the scan")
     else:
@@ -621,6 +619,19 @@ def test_a_search_gives_up_where_most_points_are_in_reach_and_is_exact(native, k
         want_d, want_i = nearest(q, r, k)
         assert got.idx.tolist() == want_i.tolist()
         assert got.dist2.tolist() == want_d.tolist()
+
+
+def test_samples_have_warps_of_which_all_some_and_no_queries_give_up(native):
+    shares = set()
+    for sample in prequal.knn.op.samples(torch.device("cpu")):
+        q, r, k = sample.args
+        if k > 8 or len(r) > 8192 or len(q) < 32 or q.shape[1] != 3 or q.dtype != torch.float32:
+            continue
+        gave_up = searched(native, q.numpy(), r.numpy(), k).gave_up[: len(q) // 32 * 32]
+        shares |= {(k, native.lanes_for(int(n)) if n else 0) for n in gave_up.reshape(-1, 32).sum(1)}
+    for k in (1, 3, 8):
+        assert {(k, 0), (k, 1), (k, 2)} <= shares  # none gives up; more than half, a lane each; a third, two lanes each
+    assert (2, 32) in shares  # one, by all lanes
 
 
 def test_what_is_jumped_over_costs_no_patience(native):
