@@ -514,6 +514,7 @@ class Searched(NamedTuple):
     dist2: np.ndarray
     idx: np.ndarray
     looked: np.ndarray  # entries read a query, by its own search
+    starts: np.ndarray  # likewise, of cells
     gave_up: np.ndarray
     crowded: int  # cells, or -1
 
@@ -525,7 +526,7 @@ def searched(native, queries, references, k, limit=np.inf, patience=-1):
     out = (pointer(x) for x in (d, i, looked, starts, gave_up))
     crowded = native.grid_search(pointer(r), len(r), pointer(q), len(q), k, limit, patience, *out)
     nobody = i == np.iinfo(np.int32).max
-    return Searched(np.where(nobody, np.inf, d), np.where(nobody, -1, i), looked, gave_up.astype(bool), crowded)
+    return Searched(np.where(nobody, np.inf, d), np.where(nobody, -1, i), looked, starts, gave_up.astype(bool), crowded)
 
 
 def nearest(queries, references, k, limit=np.inf):
@@ -615,7 +616,8 @@ def test_a_search_gives_up_where_most_points_are_in_reach_and_is_exact(native, k
         q, r = queries.astype(np.float32), references.astype(np.float32)
         got = searched(native, q, r, k)
         assert got.gave_up.mean() >= least
-        assert got.looked.max() <= native.patience_for(8000)
+        assert got.looked.max() <= native.patience_for(8000) + 1  # what says which grid its cell has
+        assert got.starts.max() <= 2 * native.patience_for(8000) + 56  # two a row, and of the nearest 4 and 24 rows
         want_d, want_i = nearest(q, r, k)
         assert got.idx.tolist() == want_i.tolist()
         assert got.dist2.tolist() == want_d.tolist()
@@ -635,16 +637,17 @@ def test_samples_have_warps_of_which_all_some_and_no_queries_give_up(native):
 
 
 def test_what_is_jumped_over_costs_no_patience(native):
-    """Cells of one place each, and among them a search that is long."""
+    """Cells of one place each, and beside them searches that are long: over many cells, and in one."""
     rng = np.random.default_rng(0)
-    places = np.repeat(rng.random((3, 3)), 2000, axis=0)
-    sphere = 5 + directions(rng, 2000)
-    references = np.concatenate([places, sphere]).astype(np.float32)
-    queries = np.concatenate([places[::60], np.full((40, 3), 5.0)]).astype(np.float32)
+    places = np.repeat(rng.random((3, 3)), 1600, axis=0)
+    sphere, decades = 5 + directions(rng, 1600), 9 + over_decades(rng, 1600, -9, 0)
+    references = np.concatenate([places, sphere, decades]).astype(np.float32)
+    queries = np.concatenate([places[::48], np.full((40, 3), 5.0), decades[:40]]).astype(np.float32)
     got = searched(native, queries, references, 3)
     assert not got.gave_up[:100].any()
-    assert got.gave_up[100:].all()
-    assert got.looked.max() <= native.patience_for(len(references))
+    assert got.gave_up[100:140].all()
+    assert got.gave_up[140:].sum() > 20
+    assert got.looked.max() <= native.patience_for(len(references)) + 1  # what says which grid its cell has
     want_d, want_i = nearest(queries, references, 3)
     assert got.idx.tolist() == want_i.tolist()
     assert got.dist2.tolist() == want_d.tolist()
