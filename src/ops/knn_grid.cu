@@ -2,6 +2,7 @@
 // Every block builds the same grid of the whole cloud in its own shared memory, which costs it the reading of 12 M bytes
 // and saves the launches, barriers and gathers from L2 of a shared one; a thread then takes a query through it.
 // Bytes: 12 N read, 12 N k written, and 12 M from L2 for every block. No workspace, no host read.
+// A query whose search would be long is taken through all points instead, by several lanes.
 // Numerics: as knn.cu. The order of points in a cell changes from run to run, the answer does not: candidates are totally
 // ordered by (distance, index).
 #include <algorithm>
@@ -36,7 +37,7 @@ struct Layout {
       : entries(references + grid::most_crowded), words((grid::cells_for(references) / 2 + 1 + 4) / 4 * 4) {}
   constexpr int bytes() const {
     return entries * 16 + words * 4 + (1 + grid::most_crowded) * static_cast<int>(sizeof(Grid)) +
-           static_cast<int>(sizeof(grid::Box)) + 2 * 4 + (2 + corners) * grid::most_crowded * 4 + reductions * 32 * 4;
+           static_cast<int>(sizeof(grid::Box)) + 3 * 4 + (2 + corners) * grid::most_crowded * 4 + reductions * 32 * 4;
   }
 };
 static_assert(Layout(most_references).bytes() <= 163 * 1024);  // sm_80
@@ -48,6 +49,7 @@ struct Shared {
   grid::Box* box;        // of all points
   int* claimed;          // crowded cells
   int* next;             // first cell of the table that no grid has yet
+  int* jumped;           // entries that walks jump over
   int* crowded;          // [most_crowded] number of the cell
   int* held;             // [most_crowded] points in it
   uint32_t* corner;      // [6, most_crowded] of some of those points, in order
@@ -60,7 +62,8 @@ struct Shared {
     box = reinterpret_cast<grid::Box*>(grids + 1 + grid::most_crowded);
     claimed = reinterpret_cast<int*>(box + 1);
     next = claimed + 1;
-    crowded = next + 1;
+    jumped = next + 1;
+    crowded = jumped + 1;
     held = crowded + grid::most_crowded;
     corner = reinterpret_cast<uint32_t*>(held + grid::most_crowded);
     scratch = corner + Layout::corners * grid::most_crowded;
@@ -218,7 +221,9 @@ struct Builder {
     if (warp == 0) {
       const Grid found = finest(*shared.box, grid::coarse_cells_for(cells));
       __syncwarp();
-      if (lane == 0) shared.grids[0] = found, *shared.claimed = 0, *shared.next = (found.all() + 1) / 2 * 2;
+      if (lane == 0) {
+        shared.grids[0] = found, *shared.claimed = 0, *shared.next = (found.all() + 1) / 2 * 2, *shared.jumped = 0;
+      }
     }
     for (int i = threadIdx.x; i < Layout::corners * grid::most_crowded; i += Threads) {
       shared.corner[i] = i < 3 * grid::most_crowded ? 0xffffffffu : 0u;
@@ -428,57 +433,93 @@ struct Builder {
       }
       __syncwarp();
     }
-    if (lane == 0) entries[first + k].index = ~last;
+    if (lane == 0) entries[first + k].index = ~last, atomicAdd(shared.jumped, last - (first + k + 1));
     __syncwarp();
   }
 };
-
-// Neighbours so far away that the distance overflows come by index alone. What is not finite is nobody's.
-template <int K>
-__device__ __forceinline__ void add_overflowing(const Point<float>& q, const Cloud& references, tree::Best<K>& best) {
-  for (int i = 0; i < references.count; ++i) {
-    if (best.full() && (best.worst() < INFINITY || best.i[K - 1] < i)) return;
-    const Point<float> p = references.at<float>(i);
-    if (!tree::finite(p) || tree::distance2(q, p) < INFINITY) continue;
-    bool held = false;
-#pragma unroll
-    for (int place = 0; place < K; ++place) held = held || best.i[place] == i;
-    if (!held) best.offer(INFINITY, i);
-  }
-}
 
 extern __shared__ __align__(16) char shared_bytes[];
 
 // From the array itself, so that the compiler knows whose loads these are.
 __device__ __forceinline__ grid::View view_of(int points, bool uneven) {
   const Shared shared(shared_bytes, Layout(points));
-  return {shared.entries, shared.cells(), shared.grids, shared.box, uneven};
+  return {shared.entries, shared.cells(), shared.grids, shared.box, shared.jumped, uneven};
 }
+
+// What a search found, and the patience that it has left.
+template <int K>
+struct Found {
+  tree::Best<K> best;
+  int patience;
+};
 
 // Apart, each: an even cloud's search does not pay for their registers, nor that of a cluster for the space between.
 template <int K>
-__device__ __noinline__ tree::Best<K> search_crowded(Point<float> q, int points, tree::Best<K> best, int own) {
+__device__ __noinline__ Found<K> search_crowded(Point<float> q, int points, tree::Best<K> best, int own) {
   const grid::View view = view_of(points, true);
-  grid::Search<K>{q, view, best}.inside(own);
-  return best;
+  grid::Search<K> search{q, view, best, grid::patience_for(points)};
+  search.template inside<true>(own);
+  return {best, search.patience};
 }
 
 template <int K>
-__device__ __noinline__ tree::Best<K> search_between(Point<float> q, int points, tree::Best<K> best, int own) {
+__device__ __noinline__ Found<K> search_between(Point<float> q, int points, Found<K> found, int own) {
   const grid::View view = view_of(points, true);
-  grid::Search<K>{q, view, best}.outside(own);
-  return best;
+  grid::Search<K> search{q, view, found.best, found.patience};
+  search.outside(own);
+  return {found.best, search.patience};
 }
 
+// Whether it was carried through. Then `best` is right but for neighbours so far away that the distance overflows; else its
+// last is a bound.
 template <int K>
-__device__ __forceinline__ void search(const Point<float>& q, int points, bool uneven, tree::Best<K>& best) {
+__device__ __forceinline__ bool search(const Point<float>& q, int points, bool uneven, tree::Best<K>& best) {
   const grid::View view = view_of(points, uneven);
-  grid::Search<K> all{q, view, best};
-  if (!uneven) return all.inside(0);
+  grid::Search<K> all{q, view, best, grid::patience_for(points)};
+  if (!uneven) {
+    all.template inside<false>(0);
+    return !all.gave_up();
+  }
   const grid::Cell c = view.grids[0].of(q);
   const int own = all.own_grid(c);
-  if (own > 0) best = search_crowded<K>(q, points, best, own);
-  if (own == 0 || all.leaves(view.grids[0], c, c)) best = search_between<K>(q, points, best, own);
+  Found<K> found{best, all.patience};
+  if (own > 0) found = search_crowded<K>(q, points, best, own);
+  best = found.best;
+  if (found.patience >= 0 && (own == 0 || all.leaves(view.grids[0], c, c))) {
+    found = search_between<K>(q, points, found, own);
+    best = found.best;
+  }
+  return found.patience >= 0;
+}
+
+// The queries of these lanes (not none) among all points, by the warp: each of them by as many lanes as there are. Apart
+// like the others, and rare.
+template <int K>
+__device__ __noinline__ tree::Best<K> search_all(unsigned asking, Point<float> q, int points, tree::Best<K> best,
+                                                 int k) {
+  const grid::View view = view_of(points, false);
+  const int lane = threadIdx.x % 32, queries = __popc(asking), lanes = grid::lanes_for(queries);
+  const int mine = lane / lanes;
+  const int asks = mine < queries ? static_cast<int>(__fns(asking, 0, mine + 1)) : 0;
+  const Point<float> p{__shfl_sync(whole_warp, q.x, asks), __shfl_sync(whole_warp, q.y, asks),
+                       __shfl_sync(whole_warp, q.z, asks)};
+  const float bound = __shfl_sync(whole_warp, best.worst(), asks);
+  tree::Best<K> found;
+  found.clear(k, mine < queries ? bound : -1.0f);  // nothing comes before -1
+  grid::walk_all(p, view, lane % lanes, lanes, view.start(grid::cells_for(points)), found);
+
+  const auto of_lane = [&](int from) {
+    tree::Best<K> other;
+#pragma unroll
+    for (int place = 0; place < K; ++place) {
+      other.d[place] = __shfl_sync(whole_warp, found.d[place], from);
+      other.i[place] = __shfl_sync(whole_warp, found.i[place], from);
+    }
+    return other;
+  };
+  for (int step = lanes / 2; step > 0; step /= 2) grid::join(found, of_lane(lane ^ step));
+  const tree::Best<K> answer = of_lane(__popc(asking & ((1u << lane) - 1)) * lanes % 32);
+  return asking >> lane & 1 ? answer : best;
 }
 
 template <int K, int Threads, class Answer>
@@ -510,12 +551,19 @@ __device__ __forceinline__ void build_and_search(const GridCall& call, Answer&& 
     const bool there = query < call.queries.count;
     tree::Best<K> best;
     best.clear(call.k, call.limit);
+    bool give_up = false;
     if (there) {
       const Point<float> q = call.queries.at<float>(query);
       if (tree::finite(q)) {
-        search(q, points, uneven, best);
-        if (best.worst() == INFINITY && !(call.limit < INFINITY)) add_overflowing<K>(q, call.references, best);
+        const bool through = search(q, points, uneven, best);
+        // a distance that overflows has an index all the same, and no bound leads to it
+        give_up = !through || (best.worst() == INFINITY && !(call.limit < INFINITY));
       }
+    }
+    const unsigned asking = __ballot_sync(whole_warp, give_up);
+    if (asking != 0) {  // the query is read again: kept, it was in the way of every search
+      const Point<float> q = there ? call.queries.at<float>(query) : Point<float>{0, 0, 0};
+      best = search_all<K>(asking, q, points, best, call.k);
     }
     answer(query, there, best);
   }

@@ -288,6 +288,25 @@ def test_another_neighbour_at_the_same_distance_is_right_and_a_far_one_is_wrong(
     assert "shape" in nearest_enough(want[1][:, :2], want, (q, r, 4))
 
 
+@pytest.mark.parametrize("kind", ["all scales", "centre of a sphere"])
+def test_neighbours_whose_distances_overflow_or_nearly_tie_are_compared(kind):
+    from prequal.bench.cases import contract_of
+    from prequal.bench.shapes.knn import cloud, nearest_enough
+
+    q, r = cloud(kind, 1500, 1000)
+    args = (q, r, 2)
+    want = prequal.knn(*args)
+    assert want[0].isinf().any() == (kind == "all scales")
+    assert contract_of(OPS["knn"])(want, want, args) is None
+    assert nearest_enough(want[1], want, args) is None
+    far = torch.zeros(1500, dtype=torch.bool)
+    far[1::7] = (q.square().sum(1) + want[0][:, 1]).isfinite()[1::7]
+    other = (q[:, None].double() - r.double()).square().sum(-1).argmax(1)[:, None].expand(-1, 2)
+    got = torch.where(far[:, None], other, want[1])
+    assert f"{2 * int(far.sum())} of 3000 neighbours are not the nearest" in nearest_enough(got, want, args)
+    assert contract_of(OPS["knn"])((want[0], got), want, args) is not None
+
+
 @pytest.mark.parametrize("name", ["knn", "rms_norm"])
 def test_the_other_ways_of_a_shape_list_hold_their_standard_on_its_sample(name):
     module = lists.shape_lists()[name]

@@ -109,6 +109,7 @@ struct Gridded {
   grid::Box box;
   bool uneven = false;
   int crowded = 0;
+  int jumped = 0;
   mutable int64_t looked = 0, asked = 0;  // entries read, starts read
 
   static constexpr int threads = 1024, items = 8;
@@ -209,6 +210,7 @@ struct Gridded {
     }
     std::partial_sort(first, first + k, last, [](const auto& a, const auto& b) { return a.index < b.index; });
     first[k].index = ~static_cast<int>(last - entries.data());
+    jumped += static_cast<int>(last - first) - k - 1;
   }
 
   int start(int cell) const {
@@ -226,27 +228,53 @@ struct Counted {
   const Gridded& of;
   const grid::Grid* grids;
   const grid::Box* box;
+  const int* jumped;
   bool uneven;
   int start(int cell) const { return of.start(cell); }
   grid::Entry entry(int place) const { return of.entry(place); }
 };
 
+// As a warp does it: all entries, by so many lanes.
 template <int K>
-void search_all(const Gridded& built, const tree::Point<float>* queries, int count, int k, float limit, float* d,
-                int* i, int* looked, int* asked) {
-  const Counted view{built, built.grids.data(), &built.box, built.uneven};
+tree::Best<K> walked_by(int lanes, const tree::Point<float>& q, const Counted& view, tree::Best<K> best, int k) {
+  tree::Best<K> found[32];
+  for (int lane = 0; lane < lanes; ++lane) {
+    found[lane].clear(k, best.worst());
+    grid::walk_all(q, view, lane, lanes, static_cast<int>(view.of.entries.size()), found[lane]);
+  }
+  for (int step = lanes / 2; step > 0; step /= 2) {
+    tree::Best<K> before[32];
+    std::copy(found, found + lanes, before);
+    for (int lane = 0; lane < lanes; ++lane) grid::join(found[lane], before[lane ^ step]);
+  }
+  return found[lanes - 1];
+}
+
+template <int K>
+void search_all(const Gridded& built, const tree::Point<float>* queries, int count, int k, float limit, int patience,
+                float* d, int* i, int* looked, int* asked, int* gave_up) {
+  const Counted view{built, built.grids.data(), &built.box, &built.jumped, built.uneven};
   for (int n = 0; n < count; ++n) {
     tree::Best<K> best;
     best.clear(k, limit);
     built.looked = built.asked = 0;
-    grid::Search<K, Counted> search{queries[n], view, best};
+    gave_up[n] = 0;
     if (tree::finite(queries[n])) {
+      grid::Search<K, Counted> search{queries[n], view, best, patience};
       const grid::Cell c = built.grids[0].of(queries[n]);
       const int own = built.uneven ? search.own_grid(c) : 0;
-      if (!built.uneven || own > 0) search.inside(own);
-      if (built.uneven && (own == 0 || search.leaves(built.grids[0], c, c))) search.outside(own);
+      if (!built.uneven) search.template inside<false>(0);
+      if (own > 0) search.template inside<true>(own);
+      const bool on = built.uneven && !search.gave_up();
+      if (on && (own == 0 || search.leaves(built.grids[0], c, c))) search.outside(own);
+      gave_up[n] = search.gave_up();
+      looked[n] = static_cast<int>(built.looked), asked[n] = static_cast<int>(built.asked);
+      if (gave_up[n] || (best.worst() == INFINITY && limit == INFINITY)) {
+        best = walked_by<K>(1 << n % 6, queries[n], view, best, k);
+      }
+    } else {
+      looked[n] = asked[n] = 0;
     }
-    looked[n] = static_cast<int>(built.looked), asked[n] = static_cast<int>(built.asked);
     for (int place = K - k; place < K; ++place) {
       d[n * k + place - (K - k)] = best.d[place], i[n * k + place - (K - k)] = best.i[place];
     }
@@ -337,23 +365,28 @@ int cells_along(float extent, float width) { return grid::cells_along(extent, wi
 
 int cells_for(int64_t points) { return grid::cells_for(points); }
 
-// The k nearest as the kernel finds them, but for those whose distance overflows, which it adds afterwards; entries and
-// starts that each search read. Returns the number of crowded cells, or -1 where the cloud is even.
+// The k nearest as the kernel finds them, by searches of this patience (of the kernel's where it is negative); entries and
+// starts that each search read, and whether it gave up. Returns the number of crowded cells, or -1 where the cloud is even.
 int grid_search(const float* references /*[count, 3]*/, int count, const float* queries /*[asked, 3]*/, int asked,
-                int k, float limit, float* d /*[asked, k]*/, int* i /*[asked, k]*/, int* looked /*[asked]*/,
-                int* starts /*[asked]*/) {
+                int k, float limit, int patience, float* d /*[asked, k]*/, int* i /*[asked, k]*/,
+                int* looked /*[asked]*/, int* starts /*[asked]*/, int* gave_up /*[asked]*/) {
   const auto* points = reinterpret_cast<const tree::Point<float>*>(references);
   const auto* from = reinterpret_cast<const tree::Point<float>*>(queries);
   const Gridded built(points, count, k);
+  if (patience < 0) patience = grid::patience_for(count);
   if (k == 1) {
-    search_all<1>(built, from, asked, k, limit, d, i, looked, starts);
+    search_all<1>(built, from, asked, k, limit, patience, d, i, looked, starts, gave_up);
   } else if (k <= 4) {
-    search_all<4>(built, from, asked, k, limit, d, i, looked, starts);
+    search_all<4>(built, from, asked, k, limit, patience, d, i, looked, starts, gave_up);
   } else {
-    search_all<8>(built, from, asked, k, limit, d, i, looked, starts);
+    search_all<8>(built, from, asked, k, limit, patience, d, i, looked, starts, gave_up);
   }
   return built.uneven ? built.crowded : -1;
 }
+
+int lanes_for(int queries) { return grid::lanes_for(queries); }
+
+int patience_for(int points) { return grid::patience_for(points); }
 
 int knots() { return tree::knots; }
 

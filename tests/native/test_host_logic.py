@@ -7,6 +7,7 @@ import itertools
 import pathlib
 import shutil
 import subprocess
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,12 +15,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import prequal
 from prequal import constraints
+from prequal.bench.shapes import knn as benchmarked
 from prequal.ops._clouds import KINDS, cloud
 
 HERE = pathlib.Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 WARP, BLOCK, LOOP = range(3)
+TOLD_APART = [name for name, *_ in benchmarked.KINDS if name not in ("all scales", "centre of a sphere")]
 
 
 @pytest.fixture(scope="session")
@@ -57,9 +61,11 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         (
             "grid_search",
             ctypes.c_int,
-            [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_float]
-            + [ctypes.c_void_p] * 4,
+            [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_float, ctypes.c_int]
+            + [ctypes.c_void_p] * 5,
         ),
+        ("lanes_for", ctypes.c_int, [ctypes.c_int]),
+        ("patience_for", ctypes.c_int, [ctypes.c_int]),
         ("best", None, [ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 2]),
         ("orders", None, [ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 2]),
         ("sorted_bits", ctypes.c_int, [ctypes.c_int64]),
@@ -526,28 +532,38 @@ def test_the_cells_of_a_grid_fit_its_table(native):
     assert native.cells_along(1e20, 1e-20) == 192
 
 
-def searched(native, queries, references, k, limit=np.inf):
-    """(dist2, idx, entries read a query, crowded cells or -1) of the grid's search; idx -1 where there is nobody."""
+class Searched(NamedTuple):
+    """What the grid's search found; idx -1 where there is nobody."""
+
+    dist2: np.ndarray
+    idx: np.ndarray
+    looked: np.ndarray  # entries read a query, by its own search
+    starts: np.ndarray  # likewise, of cells
+    gave_up: np.ndarray
+    crowded: int  # cells, or -1
+
+
+def searched(native, queries, references, k, limit=np.inf, patience=-1):
     q, r = (np.ascontiguousarray(x, dtype=np.float32) for x in (queries, references))
     d, i = np.zeros((len(q), k), dtype=np.float32), np.zeros((len(q), k), dtype=np.int32)
-    looked, starts = np.zeros(len(q), dtype=np.int32), np.zeros(len(q), dtype=np.int32)
-    crowded = native.grid_search(
-        pointer(r), len(r), pointer(q), len(q), k, limit, pointer(d), pointer(i), pointer(looked), pointer(starts)
-    )
+    looked, starts, gave_up = (np.zeros(len(q), dtype=np.int32) for _ in range(3))
+    out = (pointer(x) for x in (d, i, looked, starts, gave_up))
+    crowded = native.grid_search(pointer(r), len(r), pointer(q), len(q), k, limit, patience, *out)
     nobody = i == np.iinfo(np.int32).max
-    return np.where(nobody, np.inf, d), np.where(nobody, -1, i), looked, crowded
+    return Searched(np.where(nobody, np.inf, d), np.where(nobody, -1, i), looked, starts, gave_up.astype(bool), crowded)
 
 
 def nearest(queries, references, k, limit=np.inf):
-    """The same by comparing all pairs, but for pairs whose distance overflows."""
+    """The same by comparing all pairs."""
     with np.errstate(all="ignore"):
         square = (queries[:, None] - references[None]) ** 2
         d = (square[..., 0] + square[..., 1]) + square[..., 2]
-    d = np.where(np.isfinite(d) & (d <= np.float32(limit)), d, np.float32(np.inf))
-    order = np.argsort(d, axis=1, kind="stable")[:, :k]
-    d = np.take_along_axis(d, order, 1)
+    out = ~np.isfinite(references).all(1)[None] | (d > np.float32(limit))
+    order = np.lexsort((np.broadcast_to(np.arange(len(references)), d.shape), d, out), axis=1)[:, :k]
+    out, d = np.take_along_axis(out, order, 1), np.take_along_axis(d, order, 1)
     pad = ((0, 0), (0, k - d.shape[1]))
-    return np.pad(d, pad, constant_values=np.inf), np.pad(np.where(np.isinf(d), -1, order), pad, constant_values=-1)
+    d, order = np.where(out, np.float32(np.inf), d), np.where(out, -1, order)
+    return np.pad(d, pad, constant_values=np.inf), np.pad(order, pad, constant_values=-1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -555,7 +571,6 @@ def nearest(queries, references, k, limit=np.inf):
 @pytest.mark.parametrize("k", [1, 3, 8])
 def test_the_grid_finds_what_comparing_all_pairs_finds(native, kind, points, k):
     for dim in (2, 3):
-        # overflowing distances are the kernel's to add: here neither side has them
         references = cloud("cpu", points, 2, kind, dim).numpy()
         near = references[:40] * np.float32(1 + 2**-20)
         queries = np.concatenate([cloud("cpu", 120, 1, kind, dim).numpy(), near, references[-20:] + np.float32(50)])
@@ -564,10 +579,21 @@ def test_the_grid_finds_what_comparing_all_pairs_finds(native, kind, points, k):
         middle = nearest(q, r, 1)[0][:, 0]
         middle = middle[np.isfinite(middle)]
         for limit in (np.inf, float(np.median(middle)) if len(middle) else 1.0):
-            d, i, _, _ = searched(native, q, r, k, limit)
             want_d, want_i = nearest(q, r, k, limit)
-            assert np.where(np.isinf(d), -1, i).tolist() == want_i.tolist()
-            assert d.tolist() == want_d.tolist()
+            for patience in (-1, 0, 30):  # the kernel's; and so little that most searches give up, at once or halfway
+                got = searched(native, q, r, k, limit, patience)
+                assert got.idx.tolist() == want_i.tolist()
+                assert got.dist2.tolist() == want_d.tolist()
+
+
+def directions(rng, n):
+    x = rng.normal(size=(n, 3))
+    return x / np.linalg.norm(x, axis=1, keepdims=True)
+
+
+def over_decades(rng, n, low, high):
+    """Around the origin, at distances of all scales alike."""
+    return directions(rng, n) * 10 ** rng.uniform(low, high, (n, 1))
 
 
 @pytest.mark.parametrize("k", [1, 8])
@@ -578,21 +604,93 @@ def test_no_cluster_outlier_or_line_makes_a_search_look_at_much_of_the_cloud(nat
     outlier[7] = 1e6
     line = rng.random((10_000, 1)) * np.array([1.0, 2.0, 3.0])
     for points in (clustered, outlier, line):
-        _, _, looked, crowded = searched(native, points[8000:], points[:8000], k)
-        assert crowded > 0
-        assert looked.mean() < 80
+        got = searched(native, points[8000:], points[:8000], k)
+        assert got.crowded > 0
+        assert got.looked.mean() < 80
     even = rng.random((10_000, 3))
-    _, _, looked, crowded = searched(native, even[8000:], even[:8000], k)
-    assert crowded == -1
-    assert looked.mean() < (15 if k == 1 else 50)
+    got = searched(native, even[8000:], even[:8000], k)
+    assert got.crowded == -1
+    assert got.looked.mean() < (15 if k == 1 else 50)
+
+
+@pytest.mark.parametrize("kind", [*TOLD_APART, "line", "two ends", "lattice", "plane x"])
+@pytest.mark.parametrize("k", [1, 8])
+def test_no_search_gives_up_where_a_grid_tells_the_points_apart(native, kind, k):
+    if kind in ("line", "two ends", "lattice", "plane x"):
+        queries, references = cloud("cpu", 4000, 1, kind), cloud("cpu", 8000, 2, kind)
+    elif kind == "Igea scan" and benchmarked.scan() is None:
+        pytest.skip("PREQUAL_TEST_DATA does not hold the scan")
+    else:
+        queries, references = benchmarked.cloud(kind, 20_000, 8000)
+    got = searched(native, queries.numpy(), references.numpy(), k)
+    assert not got.gave_up.any()
+    assert got.looked.max() < native.patience_for(8000) / 4  # none is near it
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_a_search_gives_up_where_most_points_are_in_reach_and_is_exact(native, k):
+    rng = np.random.default_rng(0)
+    sphere, centre = directions(rng, 8000), 1e-3 * rng.normal(size=(300, 3))
+    scales, round_one = over_decades(rng, 8300, -20, 20), 1.0 + over_decades(rng, 8300, -7, 0)
+    for queries, references, least in (
+        (centre, sphere, 1.0),
+        (scales[8000:], scales[:8000], 0.9),
+        (round_one[8000:], round_one[:8000], 0.6),
+    ):
+        q, r = queries.astype(np.float32), references.astype(np.float32)
+        got = searched(native, q, r, k)
+        assert got.gave_up.mean() >= least
+        assert got.looked.max() <= native.patience_for(8000) + 1  # what says which grid its cell has
+        assert got.starts.max() <= 2 * native.patience_for(8000) + 56  # two a row, and of the nearest 4 and 24 rows
+        want_d, want_i = nearest(q, r, k)
+        assert got.idx.tolist() == want_i.tolist()
+        assert got.dist2.tolist() == want_d.tolist()
+
+
+def test_samples_have_warps_of_which_all_some_and_no_queries_give_up(native):
+    shares = set()
+    for sample in prequal.knn.op.samples(torch.device("cpu")):
+        q, r, k = sample.args
+        if k > 8 or len(r) > 8192 or len(q) < 32 or q.shape[1] != 3 or q.dtype != torch.float32:
+            continue
+        gave_up = searched(native, q.numpy(), r.numpy(), k).gave_up[: len(q) // 32 * 32]
+        shares |= {(k, native.lanes_for(int(n)) if n else 0) for n in gave_up.reshape(-1, 32).sum(1)}
+    for k in (1, 3, 8):
+        assert {(k, 0), (k, 1), (k, 2)} <= shares  # none gives up; more than half, a lane each; a third, two lanes each
+    assert (2, 32) in shares  # one, by all lanes
+
+
+def test_what_is_jumped_over_costs_no_patience(native):
+    """Cells of one place each, and beside them searches that are long: over many cells, and in one."""
+    rng = np.random.default_rng(0)
+    places = np.repeat(rng.random((3, 3)), 1600, axis=0)
+    sphere, decades = 5 + directions(rng, 1600), 9 + over_decades(rng, 1600, -9, 0)
+    references = np.concatenate([places, sphere, decades]).astype(np.float32)
+    queries = np.concatenate([places[::48], np.full((40, 3), 5.0), decades[:40]]).astype(np.float32)
+    got = searched(native, queries, references, 3)
+    assert not got.gave_up[:100].any()
+    assert got.gave_up[100:140].all()
+    assert got.gave_up[140:].sum() > 20
+    assert got.looked.max() <= native.patience_for(len(references)) + 1  # what says which grid its cell has
+    want_d, want_i = nearest(queries, references, 3)
+    assert got.idx.tolist() == want_i.tolist()
+    assert got.dist2.tolist() == want_d.tolist()
+
+
+def test_a_warp_gives_each_query_as_many_lanes_as_there_are(native):
+    for queries in range(1, 33):
+        lanes = native.lanes_for(queries)
+        assert lanes.bit_count() == 1
+        assert lanes * queries <= 32 < 2 * lanes * queries
 
 
 def test_of_equal_points_no_more_than_k_are_looked_at(native):
     same = np.full((8000, 3), 0.25, dtype=np.float32)
-    d, i, looked, _ = searched(native, same[:5], same, 8)
-    assert i.tolist() == [list(range(8))] * 5
-    assert d.max() == 0.0
-    assert looked.max() <= 8 + 2  # and what says where the cell's grid is, and where the cell ends
+    got = searched(native, same[:5], same, 8)
+    assert got.idx.tolist() == [list(range(8))] * 5
+    assert got.dist2.max() == 0.0
+    assert got.looked.max() <= 8 + 2  # and what says where the cell's grid is, and where the cell ends
+    assert not got.gave_up.any()
 
 
 # ---- FP8 -----------------------------------------------------------------------------------------------------------

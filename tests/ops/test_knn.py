@@ -17,7 +17,7 @@ from torch import library
 
 import prequal
 import prequal.bench.shapes.knn  # declares the costs
-from prequal.ops._clouds import KINDS, SEGMENTS, cloud, offsets, ragged
+from prequal.ops._clouds import KINDS, SEGMENTS, around_a_centre, cloud, offsets, ragged
 from prequal.ops.knn import squared_radius
 from prequal.registry import Cost
 
@@ -288,6 +288,41 @@ def test_missing_neighbours_have_no_gradient(device):
     dist2[0, 0].backward()
     assert queries.grad.tolist() == [[-2.0, -2.0, -2.0], [0.0, 0.0, 0.0]]
     assert references.grad.tolist() == [[2.0, 2.0, 2.0]]
+
+
+def test_a_neighbour_that_overflows_spoils_no_gradient_where_none_is_asked_of_it(device):
+    queries = torch.tensor([[-3e38, 0.0, 0.0], [1.0, 0.0, 0.0]], device=device, requires_grad=True)
+    references = torch.tensor([[3e38, 1.0, 2.0], [-3e38, 1.0, 0.0]], device=device, requires_grad=True)
+    dist2, idx = prequal.knn(queries, references, 3)
+    assert idx.tolist() == [[1, 0, -1], [0, 1, -1]]
+    dist2[0, 0].backward()
+    assert queries.grad.tolist() == [[0.0, -2.0, 0.0], [0.0, 0.0, 0.0]]
+    assert references.grad.tolist() == [[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]]
+    near, _, counts = prequal.radius(queries, references, 2.0, 2)
+    assert counts.tolist() == [1, 0]
+    (got,) = torch.autograd.grad(near[0, 0], queries)
+    assert got.tolist() == [[0.0, -2.0, 0.0], [0.0, 0.0, 0.0]]
+
+
+def test_a_gradient_asked_of_a_neighbour_that_overflows_is_an_infinity_of_the_right_sign(device):
+    query = torch.tensor([[-3e38, 0.0, 0.0]], device=device, requires_grad=True)
+    references = torch.tensor([[3e38, 1.0, 2.0], [-3e38, 1.0, 0.0]], device=device, requires_grad=True)
+    dist2, _ = prequal.knn(query, references, 2)
+    for sign in (1.0, -1.0):
+        to_query, to_references = torch.autograd.grad(sign * dist2[0, 1], (query, references), retain_graph=True)
+        assert to_query.tolist() == [[-sign * np.inf, -2.0 * sign, -4.0 * sign]]
+        assert to_references.tolist() == [[sign * np.inf, 2.0 * sign, 4.0 * sign], [0.0, 0.0, 0.0]]
+
+
+def test_the_second_derivative_of_the_others_stays_beside_one_that_overflows(device):
+    query = torch.tensor([[-3e38, 0.5, 0.0]], device=device, requires_grad=True)
+    references = torch.tensor([[3e38, 1.0, 2.0], [-3e38, 1.0, 0.0]], device=device)
+    weight = torch.tensor([1.0, 0.0], device=device, requires_grad=True)
+    (first,) = torch.autograd.grad((prequal.knn(query, references, 2)[0] * weight)[0, 0], query, create_graph=True)
+    assert first.tolist() == [[0.0, -1.0, 0.0]]
+    to_query, to_weight = torch.autograd.grad(first[0, 1], (query, weight))
+    assert to_query.tolist() == [[0.0, 2.0, 0.0]]
+    assert to_weight.tolist() == [-1.0, 0.0]
 
 
 # ---- segments ----------------------------------------------------------------------------------------------------
@@ -854,6 +889,72 @@ def test_a_large_cloud_agrees_with_the_reference_bit_for_bit(cuda, kind):
     got = prequal.knn(queries, references, 8)
     assert prequal.knn.op.contract.compare(got, prequal.knn.op.reference(queries, references, 8)) is None
     assert prequal.stats()["knn"][str(cuda)]["fast"] == 1
+
+
+def hard_clouds(cuda, n):
+    """(name, queries, references) of which a search on the grid gives up, of all queries, some, or one in a warp."""
+    scales = [cloud(cuda, count, seed, "all scales") for seed, count in ((1, n), (2, 8000))]
+    yield "all scales", *scales
+    generator = torch.Generator().manual_seed(3)
+    away = torch.nn.functional.normalize(torch.randn(n + 8000, 3, generator=generator), dim=1)
+    away = 1.0 + away * 10 ** (-7 * torch.rand(n + 8000, 1, generator=generator))
+    yield "scales around one", away[:n].to(cuda), away[n:].to(cuda)
+    for share in (1, 2, 5, 11, 32):  # lanes to a query that gives up: 1, 2, 4, 8 or 16, 32
+        yield f"one in {share} from the centre of a sphere", *around_a_centre(cuda, n, 8000, share=share)
+    everywhere, line = cloud(cuda, n, 4), cloud(cuda, 8192, 5, "line") / 3
+    yield "everywhere to a line", everywhere, line
+    broken, references = around_a_centre(cuda, n, 3001, share=2)
+    broken[::5], references[::7] = torch.nan, torch.inf
+    yield "broken", broken, references
+    copies = torch.cat([references[:1500], references[:40].repeat(150, 1)])
+    yield "duplicates", broken, copies
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 31, 33, 1000, 20_011])
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_searches_that_give_up_agree_with_the_reference_bit_for_bit(cuda, k, n):
+    bitwise = prequal.contracts.Bitwise()
+    for name, q, r in hard_clouds(cuda, n):
+        prequal.reset_stats()
+        got, want = prequal.knn(q, r, k), prequal.knn.op.reference(q, r, k)
+        assert bitwise.compare(got, want) is None, name
+        limit = float(want[0][:, 0].nan_to_num(posinf=1.0).median().sqrt())
+        got, want = prequal.knn(q, r, k, radius=limit), prequal.knn.op.reference(q, r, k, radius=limit)
+        assert bitwise.compare(got, want) is None, name
+        got = prequal.radius(q, r, limit, k)
+        assert torch.equal(got[2], (want[1] >= 0).sum(1)), name
+        for values in (torch.arange(len(r), device=cuda), torch.arange(7.0 * len(r), device=cuda).view(-1, 7)):
+            got, want = prequal.knn_gather(q, r, values), prequal.knn_gather.op.reference(q, r, values)
+            assert bitwise.compare(got, want) is None, name
+        assert prequal.stats()["knn"][str(cuda)] == {"fast": 2, "reference": {}}
+        assert prequal.stats()["knn_gather"][str(cuda)] == {"fast": 2, "reference": {}}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_searches_of_halves_that_give_up_agree_with_the_reference_bit_for_bit(cuda, dtype):
+    for dim in (2, 3):
+        q, r = (x[:, :dim].to(dtype) for x in around_a_centre(cuda, 1000, 8000))
+        r = torch.nn.functional.normalize(r.float(), dim=1).to(dtype)  # in the plane, a circle
+        got, want = prequal.knn(q, r, 8), prequal.knn.op.reference(q, r, 8)
+        assert prequal.contracts.Bitwise().compare(got, want) is None
+
+
+@pytest.mark.gpu
+def test_a_search_that_gives_up_is_captured_and_follows_its_points(cuda):
+    q, r = around_a_centre(cuda, 1000, 8000)
+    prequal.knn(q, r, 3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = prequal.knn(q, r, 3)
+    for share in (1, 7):
+        new_q, new_r = around_a_centre(cuda, 1000, 8000, seed=share, share=share)
+        q.copy_(new_q)
+        r.copy_(new_r)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert prequal.knn.op.contract.compare(out, prequal.knn.op.reference(q, r, 3)) is None
 
 
 @pytest.mark.gpu

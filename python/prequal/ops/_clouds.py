@@ -68,6 +68,14 @@ def cloud(device, points, seed=0, kind="volume", dim=3):
     return x.to(device)
 
 
+def around_a_centre(device, queries, references, seed=0, share=3):
+    """(queries, references): all references on a sphere, every `share`-th query near its centre, the others on it."""
+    points = 2.0 * cloud(device, queries + references, seed, "surface")
+    middle = 1e-3 * cloud(device, queries, seed + 1)
+    inside = torch.arange(queries, device=points.device)[:, None] % share == 0
+    return torch.where(inside, middle, points[:queries]), points[queries:].clone()
+
+
 def offsets(device, lengths, dtype=torch.int64):
     """CSR pointers of segments of these lengths."""
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype).to(device)
@@ -125,6 +133,11 @@ def samples(device):
         yield Sample(f"{kind}, small", (cloud(device, 300, 1, kind), cloud(device, 1203, 2, kind), next(small)))
         yield Sample(f"{kind}, large", (cloud(device, 200, 3, kind), cloud(device, 9001, 4, kind), next(large)))
         yield Sample(f"{kind}, plane", (*clouds(211, 1500, kind, 2), next(small)))
+    for k in (1, 3, 8):  # most points are in reach: the grid's search gives up, of all queries of a warp or of some
+        yield Sample(f"many references of all scales, k {k}", (*clouds(97, 2003, "all scales"), k))
+        yield Sample(f"some from the centre of a sphere, k {k}", (*around_a_centre(device, 97, 2003), k))
+    centred = around_a_centre(device, 97, 2003, share=32)
+    yield Sample("few from the centre of a sphere, radius 1.9, k 2", (*centred, 2), {"radius": 1.9})
     yield Sample("one point, ties by index", (*clouds(40, 5000, "one point"), 40))
     yield Sample("lattice, on it", (cloud(device, 200, 4, "lattice"), cloud(device, 4096, 2, "lattice"), 33))
     yield Sample("grid in the plane", (cloud(device, 200, 4, "lattice", 2), cloud(device, 4096, 2, "lattice", 2), 9))
@@ -217,6 +230,7 @@ def gather_samples(device):
         yield Sample(f"no references, {c.short(dtype)}", (queries, points[:0], values(0, 2, dtype=dtype)))
     yield Sample("broken points", (broken, broken.flip(0), values(300, dtype=torch.float32)))
     yield Sample("many references", (queries, cloud(device, 20011, 7, "surface"), values(20011)))
+    yield Sample("some from the centre of a sphere", (*around_a_centre(device, 97, 2003), values(2003, 3)))
     yield Sample("plane", (cloud(device, 257, 1, dim=2), cloud(device, 1025, 2, dim=2), values(1025, 2)))
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         yield Sample(f"{c.short(dtype)} points", (queries.to(dtype), points.to(dtype), values(503)))
@@ -292,6 +306,7 @@ def radius_samples(device):
     for r in (1.0, 2.0**0.5, 3.0**0.5, 0.75**0.5):  # as far as neighbours on the lattice are, before its rounding
         queries = cloud(device, 150, 3 if r < 1 else 4, "lattice")
         yield Sample(f"{r:.3f} on a lattice", (queries, cloud(device, 1000, 2, "lattice"), r, 32))
+    yield Sample("some from the centre of a sphere", (*around_a_centre(device, 97, 2003), 2.0, 5))
     yield Sample("0 among duplicates", (*clouds(130, 1203, "duplicates"), 0, 20))
     yield Sample("nobody near", (cloud(device, 100, 1) + 5.0, cloud(device, 700, 2), 0.1, 5))
     for dtype in (torch.float16, torch.bfloat16, torch.float64):

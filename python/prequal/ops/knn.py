@@ -240,7 +240,10 @@ def knn(
     Pointers on a GPU are not read by the host, so their contents are not checked there: a query outside every segment
     has no neighbour, and nothing is read out of bounds. On the CPU, contents that do not cut up all rows raise.
 
-    Gradients of dist2 flow to both point sets, twice if asked, and are zero at zero distance and where idx is -1.
+    Gradients of dist2 flow to both point sets, twice if asked, and are zero at zero distance and where idx is -1. Where
+    a difference of coordinates overflows, its gradient is an infinity of that sign (NaN where two of them cancel); a
+    neighbour of which no gradient is asked adds exactly zero all the same. Under a transform of torch.func the
+    reference is differentiated, and a zero that meets such a difference is NaN.
 
     Raises:
         TypeError: not tensors, not floating, or of two dtypes; k is not an int; a pointer without the other, or not of
@@ -292,15 +295,21 @@ def sums_by_place(total, at, rows):
 
 
 def pull_of_distances(queries, references, idx, grad_dist2):
-    """d dist2 / d query = 2 (query - reference); the neighbours themselves do not move. Zero at zero distance."""
+    """d dist2 / d query = 2 (query - reference); the neighbours themselves do not move. Zero at zero distance.
+
+    Nothing asked of a neighbour is nothing, also where the difference overflows: 0 * inf would be the whole row's NaN.
+    """
     wide = working_dtype(queries)
     nobody = idx < 0
     at = idx.clamp(min=0)
     q, r = queries.to(wide), references.to(wide)
     if references.shape[0] == 0:
         return {"queries": torch.zeros_like(queries), "references": torch.zeros_like(references)}
+    asked = grad_dist2.masked_fill(nobody, 0.0)[..., None]
     difference = (q[:, None, :] - r[at]).masked_fill(nobody[..., None], 0.0)
-    pull = 2.0 * grad_dist2.masked_fill(nobody, 0.0)[..., None] * difference
+    # only what is not finite: the others' second derivative by the incoming gradient is there at zero, too
+    difference = difference.masked_fill((asked == 0) & ~torch.isfinite(difference), 0.0)
+    pull = 2.0 * asked * difference
     to_references = sums_by_place(torch.zeros_like(r), at.flatten(), -pull.reshape(-1, r.shape[1]))
     return {"queries": pull.sum(1).to(queries.dtype), "references": to_references.to(references.dtype)}
 
@@ -338,7 +347,7 @@ def knn_gather(
     Args:
         queries: [N, D], floating, D 2 or 3; the units of the coordinates.
         references: [M, D], same dtype and device.
-        values: [M, ...], any dtype, same device: a row a reference.
+        values: [M, ...], any dtype, same device: a row a reference. Where a gradient is wanted, a real one.
         query_ptr: [B + 1], int32 or int64: segments of a ragged batch, as in `knn`.
         reference_ptr: [B + 1], the same of the references. Both or neither.
         index: what `knn_index` made of these references, as in `knn`.
@@ -349,10 +358,11 @@ def knn_gather(
     A query without a neighbour (not finite, no finite reference, none in its segment) gets a row that no label is: NaN
     for floating dtypes, -1 for signed integers, the largest value for unsigned ones, False for bool.
 
-    Gradients flow to values.
+    Gradients flow to values of float16, bfloat16, float32 and float64.
 
     Raises:
-        TypeError: not tensors, or points not floating or of two dtypes; pointers or an index as `knn` refuses them.
+        TypeError: not tensors, or points not floating or of two dtypes; pointers or an index as `knn` refuses them;
+            complex values that require a gradient.
         ValueError: not [N, D], [M, D] and [M, ...]; the tensors are on two devices; pointers as `knn` refuses them.
 
     Contract: Exact, as `knn`.

@@ -69,6 +69,8 @@ KINDS: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = (
     ("duplicates", (1,), ()),
     ("one far outlier", (1,), (1,)),
     ("queries far away", (1,), ()),
+    ("all scales", (1, 8), (1,)),
+    ("centre of a sphere", (1,), ()),
     ("Igea scan", (1, 8), (1,)),
 )
 
@@ -78,6 +80,12 @@ def cloud(kind: str, n: int, m: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     if kind == "smooth sphere":
         points = F.normalize(torch.randn(n, 3, generator=generator), dim=1)
+    elif kind == "centre of a sphere":  # every reference is as near as the next
+        references = F.normalize(torch.randn(m, 3, generator=generator), dim=1)
+        return JITTER * torch.randn(n, 3, generator=generator), references
+    elif kind == "all scales":  # forty decades of distance from the origin, as many points in each
+        direction = F.normalize(torch.randn(n, 3, generator=generator, dtype=torch.float64), dim=1)
+        points = (direction * 10 ** (40 * torch.rand(n, 1, generator=generator, dtype=torch.float64) - 20)).float()
     elif kind == "clustered":
         centres = torch.rand(20, 3, generator=generator)
         points = centres[torch.arange(n) % 20] + 1e-3 * torch.randn(n, 3, generator=generator)
