@@ -67,7 +67,7 @@ def candidates() -> dict[str, Loss | str]:
     return {
         "prequal": ours,
         "prequal, float32 sums": partial(ours, weight_grad_dtype=torch.float32),
-        "prequal, 512 MiB": partial(ours, max_workspace_bytes=2**29),
+        "prequal, 1 GiB": partial(ours, max_workspace_bytes=2**30),
         "prequal, lean: 284 MiB": partial(ours, max_workspace_bytes=LEAN_WORKSPACE_BYTES),
         "prequal, 128 MiB": partial(ours, max_workspace_bytes=2**27),
         "prequal, 4 MiB": partial(ours, max_workspace_bytes=2**22),

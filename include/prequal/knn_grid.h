@@ -546,13 +546,18 @@ PREQUAL_HD void walk_all(const Point<float>& q, const Seen& view, int first, int
     constexpr int reads = decltype(several)::value;
     float d[reads], least = INFINITY;
     int index[reads];
+    unsigned lowest = ~0u;
 #pragma unroll
     for (int read = 0; read < reads; ++read) {
       const Entry at = view.entry(i + read * step);
       d[read] = tree::distance2(q, {at.x, at.y, at.z}), index[read] = at.index;
       least = fminf(least, d[read]);
+      lowest = static_cast<unsigned>(at.index) < lowest ? static_cast<unsigned>(at.index) : lowest;
     }
-    if (least > best.worst()) return;
+    // Over all scales most points are equally far once it is rounded: without the index every four were offered, to no
+    // effect (830 us where 8,000 points and 100,000 queries were walked, 2,117 for k = 8).
+    const float w = best.worst();
+    if (least > w || (least == w && lowest > static_cast<unsigned>(best.i[K - 1]))) return;
 #pragma unroll
     for (int read = 0; read < reads; ++read) {
       if (index[read] >= 0) offers.offer(d[read], index[read]);

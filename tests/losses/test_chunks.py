@@ -40,9 +40,10 @@ def test_four_mebibytes_hold_a_32nd_of_the_logits_of_512_tokens():
 
 
 def test_the_default_workspace_is_the_weights_gradient_within_bounds():
-    assert default_workspace(131_072, 4096, 2, True) == 2**30
-    assert default_workspace(131_072, 4096, 2, False) == LEAN_WORKSPACE_BYTES
-    assert default_workspace(128_256, 2048, 2, True) == 128_256 * 2048 * 2
-    assert default_workspace(262_144, 16_384, 2, True) == 2**30
-    assert default_workspace(50_257, 768, 2, True) == LEAN_WORKSPACE_BYTES
-    assert chunk_rows(8192, 131_072, 2, default_workspace(131_072, 4096, 2, True)) == 4096
+    assert default_workspace(131_072, 4096, 2, True, False) == 2**29
+    assert default_workspace(131_072, 4096, 2, True, True) == 2**30
+    assert default_workspace(131_072, 4096, 2, False, False) == LEAN_WORKSPACE_BYTES
+    assert default_workspace(128_256, 1536, 2, True, False) == 128_256 * 1536 * 2
+    assert default_workspace(262_144, 16_384, 2, True, True) == 2**30
+    assert default_workspace(50_257, 768, 2, True, True) == LEAN_WORKSPACE_BYTES
+    assert chunk_rows(8192, 131_072, 2, default_workspace(131_072, 4096, 2, True, False)) == 2048

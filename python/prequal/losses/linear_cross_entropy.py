@@ -59,8 +59,8 @@ def linear_cross_entropy(
             second one is made; the logits are computed twice for it. Not with float16, hooks on weight, or
             torch.compile, and with weight_grad_dtype only where weight is of that dtype.
         max_workspace_bytes: memory for logits; one row is always made. None: as much as weight takes where it needs a
-            gradient, at most 1 GiB; else, and at least, 284 MiB. Of a vocabulary that is spread, for an even share of
-            it; the same number on every rank.
+            gradient, at most 512 MiB (with sums wider than weight, 1 GiB); else, and at least, 284 MiB. Of a vocabulary
+            that is spread, for an even share of it; the same number on every rank.
         checked: wait for the device and raise where a target is no class. On the CPU that is always so.
         process_group: weight, bias and class_weight are this rank's slice of a vocabulary spread over the group; hidden
             and target are the same on every rank. So are the results, and the gradient of hidden.
@@ -103,7 +103,8 @@ def linear_cross_entropy(
     if max_workspace_bytes is None:
         share = classes if process_group is None else -(-classes // dist.get_world_size(process_group))
         adds = torch.is_grad_enabled() and weight.requires_grad
-        max_workspace_bytes = default_workspace(share, weight.shape[1], weight.element_size(), adds)
+        wide = weight_grad_dtype == torch.float32 and weight.element_size() < 4
+        max_workspace_bytes = default_workspace(share, weight.shape[1], weight.element_size(), adds, wide)
     how = Loss(
         ignore_index,
         reduction,
