@@ -108,6 +108,29 @@ __device__ __forceinline__ void each_value(const uint32_t (&raw)[K], DType dtype
 
 __device__ __forceinline__ float sigmoid_of(float x) { return 1.0f / (1.0f + expf(-x)); }
 
+__device__ __forceinline__ float nearly_inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The same bits. A quotient asks of each divisor whether its inverse is a normal number, and a branch for each lets none
+// of them overlap: here one asks for all, and what corrects an inverse of a normal divisor is what the compiler puts there.
+template <int K>
+__device__ __forceinline__ void sigmoids_of(float (&score)[K], const float (&x)[K]) {
+  float below[K], largest = 1.0f;
+#pragma unroll
+  for (int j = 0; j < K; ++j) {
+    below[j] = 1.0f + expf(-x[j]);
+    const float close = nearly_inverse(below[j]);
+    score[j] = fmaf(close, -fmaf(below[j], close, -1.0f), close);
+    largest = fmaxf(largest, below[j]);
+  }
+  if (largest < 0x1p125f) return;  // NaN is no maximum, and stays NaN above
+#pragma unroll
+  for (int j = 0; j < K; ++j) score[j] = 1.0f / below[j];
+}
+
 // No sum of sigmoids is as small, but one of zeros.
 constexpr float least_sum = 1e-20f;
 
@@ -409,11 +432,23 @@ __global__ void __launch_bounds__(threads_of<K, Biased>) route_kernel(Route a) {
         each_value(raw, a.dtype, [&](int j, float x) { value[j] = x; });
         load_next(chunk);
         const int first = first_of(chunk), inside = inside_of(chunk);
+        float score[K];
+        if (a.sigmoid) {
+          sigmoids_of(score, value);
+        } else {
+#pragma unroll
+          for (int j = 0; j < K; ++j) score[j] = expf(value[j] - top) * inverse;
+        }
         uint32_t order[K];
 #pragma unroll
-        for (int j = 0; j < K; ++j) {
-          const float score = a.sigmoid ? sigmoid_of(value[j]) : expf(value[j] - top) * inverse;
-          order[j] = j < inside ? in_order(score + biases[first + j]) : below_all;
+        for (int j = 0; j < K; j += 4) {
+          const float4 bias = reinterpret_cast<const float4*>(biases + first)[j / 4];
+          order[j] = in_order(score[j] + bias.x), order[j + 1] = in_order(score[j + 1] + bias.y);
+          order[j + 2] = in_order(score[j + 2] + bias.z), order[j + 3] = in_order(score[j + 3] + bias.w);
+        }
+        if (inside < K) {
+#pragma unroll
+          for (int j = 0; j < K; ++j) order[j] = j < inside ? order[j] : below_all;
         }
 #pragma unroll
         for (int j = 0; j < K; j += 4) {
@@ -612,7 +647,10 @@ void run_plain(const Context& context, Route& a) {
 }
 
 void run_biased(const Context& context, Route& a) {
-  if (a.chosen <= 8 && a.experts <= most_of_a_lane * 8) return run<8, 8, 0, true>(context, a);
+  if (a.chosen <= 8 && a.experts <= 256) {
+    if (a.experts > 192) return run<8, 8, 4, true>(context, a);
+    return run<8, 8, 0, true>(context, a);
+  }
   if (a.chosen <= 8) return run<8, 32, 0, true>(context, a);
   if (a.chosen <= 16) return run<16, 32, 0, true>(context, a);
   run<32, 32, 1, true>(context, a);

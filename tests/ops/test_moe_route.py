@@ -332,6 +332,14 @@ def test_sigmoids_have_the_bits_of_torchs(cuda):
     assert torch.equal(weights, logits.view(-1, 64).sigmoid().gather(1, experts.long()))
 
 
+@pytest.mark.parametrize(("experts", "k"), [(8, 8), (32, 32), (256, 8)])
+def test_scores_have_the_bits_of_torchs_sigmoids(device, experts, k):
+    """Each less its own: all experts are at zero, and come in their order."""
+    for logits in torch.linspace(-120, 120, 128 * experts, device=device).view(experts, 128).t().contiguous():
+        _, found, _ = prequal.moe_route(logits[None], k, score="sigmoid", bias=-logits.sigmoid())
+        assert found[0].tolist() == list(range(k))
+
+
 @pytest.mark.gpu
 def test_deepseeks_choice_among_many_tokens_is_the_references(cuda):
     logits = wide_random(cuda, 32_768, 256, torch.float32)
