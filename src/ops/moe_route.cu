@@ -642,7 +642,11 @@ void run_plain(const Context& context, Route& a) {
     if (a.experts <= 256) return run<8, 8, 4, false>(context, a);
     return run<8, 8, 0, false>(context, a);
   }
-  if (a.chosen <= 16) return run<16, 16, 0, false>(context, a);
+  if (a.chosen <= 16) {
+    if (a.experts <= 256) return run<16, 16, 1, false>(context, a);
+    if (a.experts <= 512) return run<16, 16, 2, false>(context, a);
+    return run<16, 16, 0, false>(context, a);
+  }
   run<32, 32, 1, false>(context, a);
 }
 
