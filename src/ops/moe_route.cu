@@ -341,6 +341,12 @@ __device__ __forceinline__ void add_counts(const int* histogram, const Route& a)
 template <int K, bool Biased>
 constexpr int threads_of = K == 8 && !Biased ? 512 : 256;
 
+// On a multiprocessor: as many as no kernel spills for, on any architecture.
+template <int K, int Chunks, bool Biased>
+constexpr int blocks_of = K == 8 && Biased         ? 4
+                          : K == 16 && Chunks != 0 ? 3
+                                                   : 2;
+
 constexpr int most_of_a_lane = 32;  // experts, where they are chosen by their scores: these lie in shared memory
 
 // Biased: experts are chosen by their scores, with a bias, by groups; else by their logits, which are in the same order.
@@ -349,7 +355,7 @@ constexpr int most_of_a_lane = 32;  // experts, where they are chosen by their s
 // again from the whole orders.
 // Chunks: how many there are; 0: a.chunks.
 template <int K, int Lanes, int Chunks, bool Biased>
-__global__ void __launch_bounds__(threads_of<K, Biased>) route_kernel(Route a) {
+__global__ void __launch_bounds__(threads_of<K, Biased>, blocks_of<K, Chunks, Biased>) route_kernel(Route a) {
   static_assert(Lanes % K == 0 && (Biased || Lanes == K));
   constexpr int teams = threads_of<K, Biased> / Lanes, together = 32 / Lanes;  // of a block; of a warp
   constexpr int most = most_of_a_lane * Lanes;

@@ -157,7 +157,7 @@ struct Backward {
 };
 
 template <class T, bool Words>
-__global__ void __launch_bounds__(threads, 4) unpermute_backward_kernel(Choice a, Backward<T> b) {
+__global__ void __launch_bounds__(threads, 3) unpermute_backward_kernel(Choice a, Backward<T> b) {
   using Of = Access<T, Words>;
   const int lane = threadIdx.x % 32;
   const int64_t all_warps = static_cast<int64_t>(gridDim.x) * warps;
@@ -176,7 +176,8 @@ __global__ void __launch_bounds__(threads, 4) unpermute_backward_kernel(Choice a
         const int column = first + item * step;
         grad[item] = column < b.width ? Of::read(b.grad + token * b.grad_stride + column) : Of::none();
       }
-      for (int j = 0; j < a.chosen; ++j) {  // one at a time: two take 127 registers, and half of the warps
+#pragma unroll 1
+      for (int j = 0; j < a.chosen; ++j) {  // one at a time: two take 127 registers, for 80
         const int64_t row = __shfl_sync(whole_warp, own_row, j);
         const float weight = __shfl_sync(whole_warp, own_weight, j);
         if (row < 0) continue;
