@@ -68,6 +68,7 @@ __global__ void __launch_bounds__(threads) count_kernel(Permute a) {
 
 // A lane is an expert, a warp some of the blocks.
 constexpr int scan_threads = 1024, segments = scan_threads / 32;
+constexpr int read_at_once = 8;  // one after the other, a block's numbers would each wait for those of the one before
 
 __global__ void __launch_bounds__(scan_threads) scan_kernel(Permute a, int blocks) {
   let_next_begin();
@@ -78,8 +79,19 @@ __global__ void __launch_bounds__(scan_threads) scan_kernel(Permute a, int block
             to = min(from + each, blocks);
   wait_for_kernel_before();
 
+  const auto place = [&](int block) { return a.before + static_cast<int64_t>(block) * a.count + expert; };
+  const auto read = [&](int(&own)[read_at_once], int b) {
+#pragma unroll
+    for (int i = 0; i < read_at_once; ++i) own[i] = there && b + i < to ? *place(b + i) : 0;
+  };
+
   int sum = 0;
-  for (int b = from; b < to; ++b) sum += there ? a.before[static_cast<int64_t>(b) * a.count + expert] : 0;
+  for (int b = from; b < to; b += read_at_once) {
+    int own[read_at_once];
+    read(own, b);
+#pragma unroll
+    for (int i = 0; i < read_at_once; ++i) sum += own[i];
+  }
   sums[segment][lane] = sum;
   __syncthreads();
 
@@ -87,11 +99,14 @@ __global__ void __launch_bounds__(scan_threads) scan_kernel(Permute a, int block
   int before = 0;
   for (int other = 0; other < segment; ++other) before += sums[other][lane];
   if (segment == segments - 1) a.totals[expert] = before + sum;
-  for (int b = from; b < to; ++b) {
-    int& at = a.before[static_cast<int64_t>(b) * a.count + expert];
-    const int own = at;
-    at = before;
-    before += own;
+  for (int b = from; b < to; b += read_at_once) {
+    int own[read_at_once];
+    read(own, b);
+#pragma unroll
+    for (int i = 0; i < read_at_once; ++i) {
+      if (b + i < to) *place(b + i) = before;
+      before += own[i];
+    }
   }
 }
 
@@ -129,12 +144,12 @@ __device__ __forceinline__ int scan_experts(int* start /*[E]*/, const Permute& a
 
 // By one warp: the places of `items` choices that follow each other, 32 at a time. next[e]: how many rows of the expert
 // came before.
-__device__ __forceinline__ void place_choices(int* place, const int* start, int* next, const Permute& a, int64_t token,
-                                              int items) {
+__device__ __forceinline__ void place_choices(int* place, const int* experts, const int* start, int* next,
+                                              const Permute& a, int64_t token, int items) {
   const int lane = threadIdx.x % 32;
   for (int first = 0; first < items; first += 32) {
     const int i = first + lane;
-    const int expert = i < items ? a.expert_at(token + i / a.chosen, i % a.chosen) : -1;
+    const int expert = i < items ? experts[i] : -1;
     const unsigned same = __match_any_sync(whole_warp, expert);
     const int rank = __popc(same & ((1u << lane) - 1));
     int before = 0;
@@ -153,14 +168,22 @@ __device__ __forceinline__ void place_choices(int* place, const int* start, int*
 constexpr int held_words = 8;  // of a row that a lane has on its way
 
 template <class Piece>
-__device__ __forceinline__ void move_row(const Piece* from /*[width]*/, Piece* to /*[rows, width]*/, int64_t width,
-                                         const int* place /*[k]*/, int chosen) {
-  for (int64_t first = threadIdx.x % 32; first < width; first += 32 * held_words) {
-    Piece held[held_words];
+__device__ __forceinline__ void load_words(Piece (&held)[held_words], const Piece* from /*[width]*/, int64_t first,
+                                           int64_t width) {
 #pragma unroll
-    for (int i = 0; i < held_words; ++i) {
-      if (first + 32 * i < width) held[i] = from[first + 32 * i];
-    }
+  for (int i = 0; i < held_words; ++i) {
+    if (first + 32 * i < width) held[i] = from[first + 32 * i];
+  }
+}
+
+// held: its first words, if it `has` them.
+template <class Piece>
+__device__ __forceinline__ void move_row(Piece (&held)[held_words], bool has, const Piece* from /*[width]*/,
+                                         Piece* to /*[rows, width]*/, int64_t width, const int* place /*[k]*/,
+                                         int chosen) {
+  for (int64_t first = threadIdx.x % 32; first < width; first += 32 * held_words) {
+    if (!has) load_words(held, from, first, width);
+    has = false;
     for (int j = 0; j < chosen; ++j) {
       if (place[j] < 0) continue;
       Piece* out = to + place[j] * width + first;
@@ -172,28 +195,48 @@ __device__ __forceinline__ void move_row(const Piece* from /*[width]*/, Piece* t
   }
 }
 
+// What it reads of x and of the experts before it waits, nobody has written since the first of the three launches.
 template <class Piece>
 __global__ void __launch_bounds__(threads)
     permute_kernel(Permute a, const Piece* x /*[T, H]*/, Piece* xp /*[T k, H]*/) {
-  __shared__ int start[most_experts], next[most_experts], place[tile * most_chosen];
+  __shared__ int start[most_experts], next[most_experts], place[tile * most_chosen], experts[tile * most_chosen];
+  const int warp = threadIdx.x / 32;
+  const int64_t begin = a.first_token(), last = a.last_token();
+  const auto tokens_from = [&](int64_t token) {
+    return static_cast<int>(max(min(static_cast<int64_t>(tile), last - token), int64_t{0}));
+  };
+  const auto load_experts = [&](int64_t token) {
+    const int items = tokens_from(token) * a.chosen;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < items; i += threads) {
+      experts[i] = a.expert_at(token + i / a.chosen, i % a.chosen);
+    }
+  };
+  load_experts(begin);
+  Piece held[held_words];
+  bool has = warp < tokens_from(begin);
+  if (has) load_words(held, x + (begin + warp) * a.x_stride, threadIdx.x % 32, a.width);
+
   wait_for_kernel_before();
   const int kept = scan_experts(start, a);
+#pragma unroll 1  // here as below: unrolled, they take registers from the words that are held
   for (int e = threadIdx.x; e < a.count; e += threads)
     next[e] = a.before[static_cast<int64_t>(blockIdx.x) * a.count + e];
   __syncthreads();
   if (blockIdx.x == 0) {
+#pragma unroll 1
     for (int e = threadIdx.x; e < a.count; e += threads) a.offsets[e] = start[e];
     if (threadIdx.x == 0) a.offsets[a.count] = kept;
   }
 
-  const int warp = threadIdx.x / 32;
-  const int64_t last = a.last_token();
-  for (int64_t token = a.first_token(); token < last; token += tile) {
-    const int here = static_cast<int>(min(static_cast<int64_t>(tile), last - token));
-    if (warp == 0) place_choices(place, start, next, a, token, here * a.chosen);
+  for (int64_t token = begin; token < last; token += tile) {
+    const int here = tokens_from(token);
+    if (warp == 0) place_choices(place, experts, start, next, a, token, here * a.chosen);
     __syncthreads();
+    load_experts(token + tile);
     for (int i = warp; i < here; i += warps) {
-      move_row(x + (token + i) * a.x_stride, xp, a.width, place + i * a.chosen, a.chosen);
+      move_row(held, has, x + (token + i) * a.x_stride, xp, a.width, place + i * a.chosen, a.chosen);
+      has = false;
     }
     __syncthreads();
   }

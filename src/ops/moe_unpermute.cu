@@ -1,6 +1,6 @@
 // y[t] = sum over j of weights[t, j] * yp[row_map[t, j]], without the dropped ones (-1).   yp [R, H] -> y [T, H]
-// A warp owns a token and goes through its row once, all k rows at a time. Backward: one of the k after the other, grad
-// from L1; rows of yp that no token has get zeros.
+// A warp owns a token and goes through its row once, all k rows at a time. Backward: so, too, with a part of grad in
+// registers for all k rows; rows of yp that no token has get zeros.
 // Bytes: T k H sizeof(T) read, T H sizeof(T) written; backward T (2 k + 1) H sizeof(T), T (k + 1) H without weights' gradient.
 // Numerics: fp32, in the order of j, product and sum rounded each; one rounding at the store. No atomics.
 #include <algorithm>
@@ -157,7 +157,7 @@ struct Backward {
 };
 
 template <class T, bool Words>
-__global__ void __launch_bounds__(threads) unpermute_backward_kernel(Choice a, Backward<T> b) {
+__global__ void __launch_bounds__(threads, 3) unpermute_backward_kernel(Choice a, Backward<T> b) {
   using Of = Access<T, Words>;
   const int lane = threadIdx.x % 32;
   const int64_t all_warps = static_cast<int64_t>(gridDim.x) * warps;
@@ -165,44 +165,53 @@ __global__ void __launch_bounds__(threads) unpermute_backward_kernel(Choice a, B
   constexpr int step = 32 * Of::values;
 
   for (int64_t token = warp; token < a.tokens; token += all_warps) {
-    for (int j = 0; j < a.chosen; ++j) {
-      const int64_t row = a.row_at(token, j);
-      const float weight = row >= 0 ? a.weight_at(token, j) : 0.0f;
-      float dot = 0.0f;
-      if (row >= 0) {
-        for (int first = lane * Of::values; first < b.width; first += items * step) {
-          typename Of::Held grad[items], value[items];
+    const int64_t own_row = lane < a.chosen ? a.row_at(token, lane) : -1;
+    const float own_weight = own_row >= 0 ? a.weight_at(token, lane) : 0.0f;
+    float own_dot = 0.0f;
+    for (int begin = 0; begin < b.width; begin += items * step) {
+      const int first = begin + lane * Of::values;
+      typename Of::Held grad[items];
 #pragma unroll
-          for (int item = 0; item < items; ++item) {
-            const int column = first + item * step;
-            const bool there = column < b.width;
-            grad[item] = there ? Of::read(b.grad + token * b.grad_stride + column) : Of::none();
-            value[item] = there && b.dweights ? Of::read(b.yp + row * b.yp_stride + column) : Of::none();
-          }
+      for (int item = 0; item < items; ++item) {
+        const int column = first + item * step;
+        grad[item] = column < b.width ? Of::read(b.grad + token * b.grad_stride + column) : Of::none();
+      }
+#pragma unroll 1
+      for (int j = 0; j < a.chosen; ++j) {  // one at a time: two take 127 registers, for 80
+        const int64_t row = __shfl_sync(whole_warp, own_row, j);
+        const float weight = __shfl_sync(whole_warp, own_weight, j);
+        if (row < 0) continue;
+        typename Of::Held value[items];
 #pragma unroll
-          for (int item = 0; item < items; ++item) {
-            float share[Of::values];
-#pragma unroll
-            for (int i = 0; i < Of::values; ++i) {
-              const float own = Of::value(grad[item], i);
-              dot += own * Of::value(value[item], i);
-              share[i] = mul(own, weight);
-            }
-            if (first + item * step < b.width) Of::write(b.dyp + row * b.width + first + item * step, share);
-          }
+        for (int item = 0; item < items; ++item) {
+          const int column = first + item * step;
+          value[item] = b.dweights && column < b.width ? Of::read(b.yp + row * b.yp_stride + column) : Of::none();
         }
+        float dot = 0.0f;
+#pragma unroll
+        for (int item = 0; item < items; ++item) {
+          float share[Of::values];
+#pragma unroll
+          for (int i = 0; i < Of::values; ++i) {
+            const float own = Of::value(grad[item], i);
+            dot += own * Of::value(value[item], i);
+            share[i] = mul(own, weight);
+          }
+          if (first + item * step < b.width) Of::write(b.dyp + row * b.width + first + item * step, share);
+        }
+        if (!b.dweights) continue;
+        dot = warp_sum(dot);
+        if (lane == j) own_dot += dot;
       }
-      if (!b.dweights) continue;
-      dot = warp_sum(dot);
-      if (lane != 0) continue;
-      const int64_t place = token * a.chosen + j;
-      if (a.dtype == DType::f32) {
-        static_cast<float*>(b.dweights)[place] = dot;
-      } else if (a.dtype == DType::bf16) {
-        static_cast<__nv_bfloat16*>(b.dweights)[place] = from_float<__nv_bfloat16>(dot);
-      } else {
-        static_cast<__half*>(b.dweights)[place] = from_float<__half>(dot);
-      }
+    }
+    if (!b.dweights || lane >= a.chosen) continue;
+    const int64_t place = token * a.chosen + lane;
+    if (a.dtype == DType::f32) {
+      static_cast<float*>(b.dweights)[place] = own_dot;
+    } else if (a.dtype == DType::bf16) {
+      static_cast<__nv_bfloat16*>(b.dweights)[place] = from_float<__nv_bfloat16>(own_dot);
+    } else {
+      static_cast<__half*>(b.dweights)[place] = from_float<__half>(own_dot);
     }
   }
 

@@ -112,11 +112,42 @@ def test_ties_go_to_the_lowest_experts(device, dtype, experts, k):
     assert int(counts.sum()) == 5 * k
 
 
+def near_ties(tokens, experts, values):
+    """Floats that differ in their last bits alone, and many that do not differ; half of the rows negative."""
+    steps = torch.randint(0, values, (tokens, experts), generator=torch.Generator().manual_seed(experts + values))
+    logits = 1 + steps * 2.0**-23
+    logits[1::2] *= -1
+    return logits
+
+
+NEAR = [(9, 3), (20, 5), (64, 6), (128, 8), (160, 6), (256, 8), (300, 8), (512, 10), (1024, 32)]
+
+
+@pytest.mark.parametrize("values", [2, 40, 5000])
+@pytest.mark.parametrize(("experts", "k"), NEAR)
+def test_logits_are_told_apart_by_their_last_bits(device, experts, k, values):
+    logits = near_ties(15, experts, values).to(device)
+    is_right(prequal.moe_route(logits, k), by_numpy(logits, k, "softmax", True))
+
+
+@pytest.mark.parametrize("values", [2, 40, 5000])
+@pytest.mark.parametrize(("experts", "k"), NEAR)
+def test_scores_are_told_apart_by_their_last_bits(device, experts, k, values):
+    """The sigmoid of 0 is 1/2, and a sum of two steps of the bias has no rounding: nothing is excused."""
+    logits = torch.zeros(5, experts, device=device)
+    bias = (1 + 2 * (near_ties(1, experts, values)[0] - 1)).to(device)
+    for groups, kept in ((None, None), (1, 1), (experts // 4, experts // 5), (experts // 2, experts // 3)):
+        if groups and (groups > 32 or experts % groups or kept * (experts // groups) < k):
+            continue
+        what = {"bias": bias, "groups": groups, "topk_groups": kept}
+        is_right(prequal.moe_route(logits, k, score="sigmoid", **what), by_numpy(logits, k, "sigmoid", True, **what))
+
+
 @pytest.mark.parametrize("k", [2, 8, 10, 11, 16, 17])
 @pytest.mark.parametrize("experts", [20, 64, 160, 256, 400])
 def test_the_best_may_all_lie_together(device, experts, k):
-    """Rows that rise or fall: the best are of a few lanes, and more than a team has lanes are as good as its bound. In
-    a warp with them a row in no order, and a number of rows that leaves a team without one."""
+    """Rows that rise or fall: the best are all of one lane or of a few. In a warp with them rows in no order, and a
+    number of rows that leaves some of its teams without one."""
     falling = torch.arange(experts, 0, -1, device=device) / 8
     odd = spaced_logits(device, 1, experts, torch.float32)[0]
     logits = torch.stack([falling, odd, odd, falling.flip(0), odd, falling, falling.flip(0)])
@@ -126,15 +157,16 @@ def test_the_best_may_all_lie_together(device, experts, k):
 @pytest.mark.parametrize(("experts", "k"), [(8, 2), (20, 5), (64, 6), (160, 6), (256, 8), (384, 12)])
 @pytest.mark.parametrize(("score", "renormalize"), SCORES)
 def test_a_row_has_the_same_bits_beside_any_other(device, experts, k, score, renormalize):
-    """Two tokens share a warp: rows in no order, each beside its like and beside rows of equals on either side."""
+    """Up to four tokens share a warp: rows in no order, each beside its like, rows of equals, and rows whose choice a
+    kernel makes a second time."""
     odd = spaced_logits(device, 32, experts, torch.float32)
     alone, chosen, _ = prequal.moe_route(odd, k, score=score, renormalize=renormalize)
-    for side in (0, 1):
-        mixed = torch.zeros(64, experts, device=device)
-        mixed[side::2] = odd
+    for side, beside in itertools.product(range(4), (torch.zeros(1, experts), near_ties(128, experts, 40))):
+        mixed = beside.repeat(128 // len(beside), 1).to(device)
+        mixed[side::4] = odd
         weights, found, _ = prequal.moe_route(mixed, k, score=score, renormalize=renormalize)
-        assert torch.equal(weights[side::2], alone)
-        assert torch.equal(found[side::2], chosen)
+        assert torch.equal(weights[side::4], alone)
+        assert torch.equal(found[side::4], chosen)
 
 
 @pytest.mark.parametrize("experts", [8, 64, 256])
@@ -282,6 +314,14 @@ def test_many_tokens_have_the_references_experts(cuda, dtype, experts, k):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("experts", "k"), [(64, 6), (160, 6), (256, 8), (512, 10)])
+def test_many_near_ties_have_the_references_experts(cuda, experts, k):
+    logits = near_ties(20_011, experts, 300).to(cuda)
+    found, want = prequal.moe_route(logits, k), prequal.moe_route.op.reference(logits, k)
+    assert prequal.moe_route.op.contract.compare(found, want) is None
+
+
+@pytest.mark.gpu
 def test_sigmoids_have_the_bits_of_torchs(cuda):
     """What a bias is added to: else two paths could choose otherwise at near ties of a row."""
     logits = torch.linspace(-120, 120, 1 << 20, device=cuda).view(-1, 8)
@@ -290,6 +330,14 @@ def test_sigmoids_have_the_bits_of_torchs(cuda):
     bias = torch.zeros(64, device=cuda)
     weights, experts, _ = prequal.moe_route(logits.view(-1, 64), 32, score="sigmoid", renormalize=False, bias=bias)
     assert torch.equal(weights, logits.view(-1, 64).sigmoid().gather(1, experts.long()))
+
+
+@pytest.mark.parametrize(("experts", "k"), [(8, 8), (32, 32), (256, 8)])
+def test_scores_have_the_bits_of_torchs_sigmoids(device, experts, k):
+    """Each less its own: all experts are at zero, and come in their order."""
+    for logits in torch.linspace(-120, 120, 128 * experts, device=device).view(experts, 128).t().contiguous():
+        _, found, _ = prequal.moe_route(logits[None], k, score="sigmoid", bias=-logits.sigmoid())
+        assert found[0].tolist() == list(range(k))
 
 
 @pytest.mark.gpu

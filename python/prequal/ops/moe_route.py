@@ -77,9 +77,9 @@ def samples(device):
 
 # A weight is a quotient of exponentials, or of sigmoids, and a sum. With u = 2^-24: an exponential is right to 2 u and
 # its argument, a difference of two floats, to u of itself: 2^7 u for the largest whose exponential is no zero. A sum of
-# at most 1,024 of them in parts of 32 has 37 roundings, a quotient 2 to 4, the scale one. Two paths that share
-# exponentials differ by the sums: 2 (37 + 4 + 1) u = 5.0e-6; those that do not, by (2^7 + 4) u = 7.9e-6 more. atol:
-# what is left of exponentials below the normal numbers.
+# at most 1,024 of them in parts of 32 has 37 roundings, and no more in parts of 8 or 16; a quotient 2 to 4, the scale
+# one. Two paths that share exponentials differ by the sums: 2 (37 + 4 + 1) u = 5.0e-6; those that do not, by
+# (2^7 + 4) u = 7.9e-6 more. atol: what is left of exponentials below the normal numbers.
 TOLERANCE = Tolerance({torch.float32: (1.4e-5, 1e-37), torch.float64: (1e-12, 1e-300)})
 
 

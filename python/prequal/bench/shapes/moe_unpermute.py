@@ -45,6 +45,16 @@ def eager(yp: Tensor, row_map: Tensor, weights: Tensor) -> Tensor:
     return (yp[row_map.long()] * weights[..., None].to(yp.dtype)).sum(1)
 
 
+# Eager rounds weights and products to bf16, 2^-9 of each product twice. A token's weights add up to 1: that is at most
+# 2^-8 of the largest of its values (normal numbers, below 7), however small their sum. Some of 67 million come near it.
+OTHERS_SUMS = Tolerance({BF16: (2.0**-6, 2.0**-8 * 7)})
+
+
+def near_sums(got: Any, want: Any, args: Any) -> str | None:
+    found = OTHERS_SUMS.compare(got, want)
+    return None if found is None else str(found)
+
+
 # Eager rounds its products to bf16, 2^-9 of each, and their sum: 2^-9 sqrt(4,096) of values near 1, and 2^-9 of it.
 OTHERS_DOTS = Tolerance({torch.float32: (2.0**-7, 0.5)})
 
@@ -77,9 +87,9 @@ def cases() -> Iterator[Case]:
             what,
             make,
             quick=quick,
-            others=[Other("torch eager", eager, near)],
+            others=[Other("torch eager", eager, near_sums)],
             compiled=eager,
-            compare_compiled=near,
+            compare_compiled=near_sums,
         )
         yield Case(
             "moe_unpermute_backward",
