@@ -48,29 +48,24 @@ __global__ void __launch_bounds__((norm::most_threads<Items>(Team::kind)), (leas
     each([&](Packet<T>& x, int at) { x = norm::normalised<Kind::rms, T, false>(a, x, figures, at); });
 
     uint8_t* q = to.q + row * to.width;
+    const auto store = [&](int item, const Codes<T>& codes) { store_codes<false>(q, column(item), a.width, codes); };
     if constexpr (Groups) {
-      Divisor divisor[Items];
-      quantize::group_divisors<F>(
-          divisor, held, to, [](int) { return 1.0f; },
+      quantize::group_codes<F>(
+          held, to, [](int) { return 1.0f; },
           [&](int item, float scale) {
             const int64_t group = (item * team.threads() + team.thread() / lanes * lanes) * N / quantize::block;
             if (group < in_row) to.scale[to.place(row, group, to.rows, in_row)] = scale;
+          },
+          store);
+    } else {
+      const Divisor divisor = quantize::shared_divisor<F>(
+          held, to, [] { return 1.0f; },
+          [&](float value) {
+            if constexpr (warps) return warp_max(value);
+            return whole.of(value);
           });
       keep_packed(held);
-#pragma unroll
-      for (int item = 0; item < Items; ++item) {
-        store_codes<false>(q, column(item), a.width, codes_of<F>(held[item], divisor[item]));
-      }
-    } else {
-      const Divisor divisor = quantize::shared_divisor<F>(held, to, row, [&](float value) {
-        if constexpr (warps) return warp_max(value);
-        return whole.of(value);
-      });
-      keep_packed(held);
-#pragma unroll
-      for (int item = 0; item < Items; ++item) {
-        store_codes<false>(q, column(item), a.width, codes_of<F>(held[item], divisor));
-      }
+      each_codes<F>(held, divisor, store);
       if (team.thread() == 0) to.scale[row] = divisor.by;
     }
   }
@@ -113,15 +108,14 @@ __global__ void __launch_bounds__(1024) read_again(const Forward<T> a, const Res
     uint8_t* q = to.q + row * to.width;
     if (groups) {
       each([&](const Packet<T>& y, int column) {
-        const Packet<T> one[1] = {y};
-        Divisor divisor[1];
-        quantize::group_divisors<F>(
-            divisor, one, to, [](int) { return 1.0f; },
+        Packet<T> one[1] = {y};
+        quantize::group_codes<F>(
+            one, to, [](int) { return 1.0f; },
             [&](int, float scale) {
               const int64_t group = column / quantize::block;
               if (group < in_row) to.scale[to.place(row, group, to.rows, in_row)] = scale;
-            });
-        store_codes<true>(q, column, a.width, codes_of<F>(y, divisor[0]));
+            },
+            [&](int, const Codes<T>& codes) { store_codes<true>(q, column, a.width, codes); });
       });
       continue;
     }
@@ -134,8 +128,11 @@ __global__ void __launch_bounds__(1024) read_again(const Forward<T> a, const Res
       each([&](const Packet<T>& y, int) { finite = fmaxf(finite, largest_finite_in(y)); });
       finite = whole.of(finite);
     }
-    const Divisor divisor = divisor_for(to.scale_from<F>(finite), size);
-    each([&](const Packet<T>& y, int column) { store_codes<true>(q, column, a.width, codes_of<F>(y, divisor)); });
+    const Divisor divisor = divisor_of<T>(to.scale_from<F>(finite), size);
+    each([&](const Packet<T>& y, int column) {
+      Packet<T> one[1] = {y};
+      each_codes<F>(one, divisor, [&](int, const Codes<T>& codes) { store_codes<true>(q, column, a.width, codes); });
+    });
     if (team.thread() == 0) to.scale[row] = divisor.by;
   }
 }
