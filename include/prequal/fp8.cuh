@@ -163,15 +163,33 @@ __device__ __forceinline__ float largest_in(const Packet<T>& x) {
   return largest_of(one);
 }
 
+// The same of what is finite.
+template <class T, int Items>
+__device__ __forceinline__ float largest_finite_of(const Packet<T> (&x)[Items]) {
+  if constexpr (std::is_same_v<T, float>) {
+    float most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Items * widest<T>; ++i) {
+      const float size = fabsf(x[i / widest<T>][i % widest<T>]);
+      if (size < INFINITY && size > most) most = size;
+    }
+    return most;
+  } else {
+    constexpr uint32_t infinity = std::is_same_v<T, __half> ? 0x7c007c00u : 0x7f807f80u;
+    auto most = bits_as<Pair<T>>(0u);
+#pragma unroll
+    for (int i = 0; i < Items * 4; ++i) {
+      const uint32_t size = x[i / 4].word.at[i % 4] & 0x7fff7fffu;
+      most = __hmax2(most, bits_as<Pair<T>>(size & __vcmpltu2(size, infinity)));
+    }
+    return fmaxf(float_of_half<T>(most, false), float_of_half<T>(most, true));
+  }
+}
+
 template <class T>
 __device__ __forceinline__ float largest_finite_in(const Packet<T>& x) {
-  float most = 0.0f;
-#pragma unroll
-  for (int i = 0; i < widest<T>; ++i) {
-    const float size = fabsf(x[i]);
-    if (size < INFINITY && size > most) most = size;
-  }
-  return most;
+  const Packet<T> one[1] = {x};
+  return largest_finite_of(one);
 }
 
 // Of numbers that are not negative the bits are in the same order, and for those a warp has one instruction.

@@ -62,23 +62,19 @@ struct Result {
   }
 };
 
-template <class T, int Items>
-__device__ __forceinline__ float largest_finite_of(const Packet<T> (&held)[Items]) {
-  float most = 0.0f;
-#pragma unroll
-  for (int item = 0; item < Items; ++item) most = fmaxf(most, largest_finite_in(held[item]));
-  return most;
-}
-
 // A scale and what divides by it, of values that a team shares: `join` gives every thread the largest of all threads'.
 // given(): the scale, where it is.
 template <Fp8 F, class T, int Items, class Given, class Join>
-__device__ __forceinline__ Divisor shared_divisor(const Packet<T> (&held)[Items], const Result& to, Given&& given,
+__device__ __forceinline__ Divisor shared_divisor(Packet<T> (&held)[Items], const Result& to, Given&& given,
                                                   Join&& join) {
   float most = largest_of(held);
   if (to.given) return divisor_of<T>(given(), most);  // of this thread's values
   most = join(most);
-  const float finite = most < INFINITY ? most : join(largest_finite_of(held));
+  float finite = most;
+  if (most == INFINITY) {
+    keep_packed(held);  // else what the first search made of them waits in registers for this one
+    finite = join(largest_finite_of(held));
+  }
   return divisor_of<T>(to.scale_from<F>(finite), most);
 }
 
@@ -187,6 +183,7 @@ __device__ __forceinline__ void group_codes(Packet<T> (&held)[Items], const Resu
   } else {
     float finite = most;
     if (__any_sync(all, most == INFINITY)) {
+      keep_packed(held);  // as in shared_divisor
       float value[Items];
 #pragma unroll
       for (int item = 0; item < Items; ++item) value[item] = largest_finite_in(held[item]);
@@ -375,8 +372,12 @@ __global__ void __launch_bounds__(tensor_threads, 6)
     for (int item = 0; item < tensor_items; ++item) {
       held[item] = here.template packet<Ragged>(chunk_column(item, widest<T>), left);
     }
-    const float most = largest_of(held);
-    finite = fmaxf(finite, most < INFINITY ? most : largest_finite_of(held));
+    float most = largest_of(held);
+    if (most == INFINITY) {
+      keep_packed(held);  // as in shared_divisor
+      most = largest_finite_of(held);
+    }
+    finite = fmaxf(finite, most);
   });
   finite = whole.of(finite);
   if (threadIdx.x == 0) amax[blockIdx.x] = finite;
@@ -384,7 +385,7 @@ __global__ void __launch_bounds__(tensor_threads, 6)
 
 // amax: what tensor_amax left, [parts]; of a scale that is given there is none.
 template <Fp8 F, class T, bool Ragged>
-__global__ void __launch_bounds__(tensor_threads, 4)
+__global__ void __launch_bounds__(tensor_threads, 5)
     tensor(const Plain<T> from, const Result to, const float* amax /*[parts]*/, int parts) {
   __shared__ BlockMax::Shared shared;
   BlockMax whole(shared);
