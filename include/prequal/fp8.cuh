@@ -89,8 +89,9 @@ __device__ __forceinline__ void each_codes(Packet<T> (&x)[Items], const Divisor&
   }
 }
 
-// row + column begins at a word of the codes, or with Ragged anywhere: then by what divides its address.
-template <bool Ragged, class T>
+// row + column begins at a word of the codes, or with Ragged anywhere. Ragged: every lane of the warp calls, `Lanes`
+// neighbours with columns that follow each other, and stores the word that begins within its own codes (ragged.h).
+template <bool Ragged, int Lanes = 32, class T>
 __device__ __forceinline__ void store_codes(uint8_t* row /*[width]*/, int column, int width, const Codes<T>& codes) {
   constexpr int N = widest<T>;
   uint8_t* to = row + column;
@@ -98,23 +99,31 @@ __device__ __forceinline__ void store_codes(uint8_t* row /*[width]*/, int column
     // as words: of bytes, the compiler takes apart what was put together
     if (column < width) *reinterpret_cast<Codes<T>*>(to) = codes;
   } else {
-    const auto address = reinterpret_cast<uintptr_t>(to);
-    if (column + N > width) {
+    const unsigned past = reinterpret_cast<uintptr_t>(to) % N;  // the same for neighbours
+    const unsigned shift = (N - past) % N;
+    Word both{};
+#pragma unroll
+    for (int i = 0; i < Codes<T>::words; ++i) {
+      both.at[i] = codes.at[i];
+      both.at[Codes<T>::words + i] = __shfl_down_sync(0xffffffffu, codes.at[i], 1, Lanes);
+    }
+    const int lane = threadIdx.x % Lanes, first = static_cast<int>(shift);
+    const RaggedStore which =
+        ragged_store(lane == 0 ? 0 : 32 - Lanes + lane, column, width, N, first);  // the last is 31
+    if (which.word) {
+      const Word word = straddle(both, Word{}, shift);
+      Codes<T> out;
+#pragma unroll
+      for (int i = 0; i < Codes<T>::words; ++i) out.at[i] = word.at[i];
+      *reinterpret_cast<Codes<T>*>(to + first) = out;
+    }
+    if (which.low || which.high) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        if (column + i < width) to[i] = static_cast<uint8_t>(codes.at[i / 4] >> (i % 4 * 8));
+        if (column + i < width && (i < first ? which.low : which.high)) {
+          to[i] = static_cast<uint8_t>(codes.at[i / 4] >> (i % 4 * 8));
+        }
       }
-    } else if (address % 4 == 0) {
-#pragma unroll
-      for (int i = 0; i < Codes<T>::words; ++i) reinterpret_cast<uint32_t*>(to)[i] = codes.at[i];
-    } else if (address % 2 == 0) {
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) {
-        reinterpret_cast<uint16_t*>(to)[i] = static_cast<uint16_t>(codes.at[i / 2] >> (i % 2 * 16));
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < N; ++i) to[i] = static_cast<uint8_t>(codes.at[i / 4] >> (i % 4 * 8));
     }
   }
 }

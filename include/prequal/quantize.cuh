@@ -68,7 +68,7 @@ template <Fp8 F, class T, int Items, class Given, class Join>
 __device__ __forceinline__ Divisor shared_divisor(Packet<T> (&held)[Items], const Result& to, Given&& given,
                                                   Join&& join) {
   float most = largest_of(held);
-  if (to.given) return divisor_of<T>(given(), most);  // of this thread's values
+  if (to.given) return divisor_of<T>(given(), warp_max(most));  // of this warp's values: its lanes store together
   most = join(most);
   float finite = most;
   if (most == INFINITY) {
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(1024) token_twice(const Source from, const Res
     each([&](const Packet<T>& x, int) { most = fmaxf(most, largest_in(x)); });
     Divisor divisor;
     if (to.given) {
-      divisor = divisor_of<T>(to.given[row], most);
+      divisor = divisor_of<T>(to.given[row], warp_max(most));  // as in shared_divisor
     } else {
       float finite = most = whole.of(most);
       if (most == INFINITY) {
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(group_threads, Source::by_warp ? 8 : 7) groups
           if (item < items) to.scale[place + item * step_place] = scale;
         },
         [&](int item, const Codes<T>& codes) {
-          if (item < has) store_codes<Ragged>(q, 0, Ragged ? left(item) : 1, codes);
+          store_codes<Ragged, lanes>(q, 0, item >= has ? 0 : Ragged ? left(item) : 1, codes);
           q = kept(q + step_row * to.width + step_column);
         });
   }
@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(tile_threads<T>, 1024 / tile_threads<T>)
 
     uint8_t* q = kept(to.q + (top + first_row) * to.width + group * block + column);
     each_codes<F>(held, divisor, [&](int item, const Codes<T>& codes) {
-      if (item < has) store_codes<Ragged>(q, 0, Ragged ? left : 1, codes);
+      store_codes<Ragged, lanes>(q, 0, item >= has ? 0 : Ragged ? left : 1, codes);
       q = kept(q + at_once * to.width);
     });
     if (threadIdx.x == 0) to.scale[place()] = divisor.by;
@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(tensor_threads, 5)
     for (int item = 0; item < tensor_items; ++item) {
       held[item] = here.template packet<Ragged>(chunk_column(item, widest<T>), left);
     }
-    const Divisor divisor = divisor_of<T>(scale, largest_of(held));
+    const Divisor divisor = divisor_of<T>(scale, warp_max(largest_of(held)));  // as in shared_divisor
     uint8_t* q = to.q + row * to.width + first;
     each_codes<F>(held, divisor, [&](int item, const Codes<T>& codes) {
       store_codes<Ragged>(q, chunk_column(item, widest<T>), left, codes);

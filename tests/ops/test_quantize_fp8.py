@@ -257,6 +257,24 @@ def test_groups_of_any_number_of_rows_have_the_bits_of_the_reference(cuda, dtype
 
 
 @pytest.mark.gpu
+@formats
+@granularities
+@pytest.mark.parametrize("of", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [127, 300, 1024, 4095, 33_001])
+def test_scales_of_any_size_that_are_given_divide_as_the_reference_divides(cuda, granularity, dtype, of, width):
+    x = normal(cuda, 133, width, dtype=of)
+    shape = fp8.scale_shape(x.shape, granularity, "row")
+    sizes = torch.tensor([1e-30, 0.37, 1e30, 0.0, torch.inf, -2.0, 3e-3, torch.nan, 1.0], device=cuda)
+    op = prequal.quantize_fp8.op
+    for first in range(len(sizes)):
+        place = torch.arange(torch.Size(shape).numel(), device=cuda) + first
+        scale = sizes[place % len(sizes)].reshape(shape)
+        got = prequal.quantize_fp8(x, granularity, dtype, scale=scale)
+        assert torch.equal(bits(got[0]), bits(op.reference(x, granularity, dtype, scale=scale)[0]))
+    assert served(cuda)
+
+
+@pytest.mark.gpu
 def test_more_tiles_than_a_grid_is_high_and_deep_are_reached(cuda):
     op = prequal.quantize_fp8.op
     for shape in ((65_537 * 128 + 3, 8), (65_540, 3, 8)):
