@@ -216,27 +216,27 @@ inline constexpr int group_items = sizeof(T) == 2 ? 8 : 4;  // groups of a threa
 template <Fp8 F, class Source, bool Ragged>
 __global__ void __launch_bounds__(group_threads, Source::by_warp ? 8 : 7) groups(const Source from, const Result to) {
   using T = typename Source::Value;
-  constexpr int lanes = group_lanes<T>, at_once = group_threads / lanes;
+  constexpr int lanes = group_lanes<T>, at_once = group_threads / lanes, Items = group_items<T>;
   const bool single = to.rows == 1;
   const int64_t in_row = blocks_of(to.width);
-  const int64_t units = single ? (in_row + at_once * group_items<T> - 1) / (at_once * group_items<T>)*at_once
-                               : (to.rows + group_items<T> - 1) / group_items<T> * in_row;
+  const int64_t units =
+      single ? (in_row + at_once * Items - 1) / (at_once * Items) * at_once : (to.rows + Items - 1) / Items * in_row;
   const int64_t step_row = single ? 0 : 1, step_column = single ? at_once * block : 0;  // from item to item
   const int64_t step_place = single ? at_once : to.by_column ? 1 : in_row;
   const int column = threadIdx.x % lanes * widest<T>;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * at_once; first < units;
        first += static_cast<int64_t>(gridDim.x) * at_once) {
     const int64_t unit = first + threadIdx.x / lanes;
-    int64_t row = 0, group = first * group_items<T> + threadIdx.x / lanes, below;
+    int64_t row = 0, group = first * Items + threadIdx.x / lanes, below;
     if (single) {
       below = group < in_row ? (in_row - group + at_once - 1) / at_once : 0;
     } else {
       const int64_t rows =
           units <= 0xffffffffll ? static_cast<uint32_t>(unit) / static_cast<uint32_t>(in_row) : unit / in_row;
-      row = rows * group_items<T>, group = unit - rows * in_row;
+      row = rows * Items, group = unit - rows * in_row;
       below = unit < units ? to.rows - row : 0;
     }
-    const int items = static_cast<int>(min(below, static_cast<int64_t>(group_items<T>)));
+    const int items = static_cast<int>(min(below, static_cast<int64_t>(Items)));
     const int64_t room = to.width - group * block - column;  // from this thread's first packet to the row's end
     const auto left = [&](int item) {
       return static_cast<int>(min(room - item * step_column, static_cast<int64_t>(block - column)));
@@ -250,16 +250,16 @@ __global__ void __launch_bounds__(group_threads, Source::by_warp ? 8 : 7) groups
       }
     }
 
-    Packet<T> held[group_items<T>];
+    Packet<T> held[Items];
     Source here = from.begin_at(row, group * block + column);
     const auto take = [&](auto&& inside) {
 #pragma unroll
-      for (int item = 0; item < group_items<T>; ++item) {
+      for (int item = 0; item < Items; ++item) {
         held[item] = inside(item) ? here.template packet<Ragged>(0, Ragged ? left(item) : 1) : Packet<T>{};
         here = here.begin_at(step_row, step_column);
       }
     };
-    if (has == group_items<T>) {
+    if (has == Items) {
       take([](int) { return true; });
     } else {
       take([&](int item) { return item < has; });
