@@ -6,6 +6,15 @@
 
 namespace prequal {
 
+// The compiler forgets how a pointer into global memory was made: else it makes those that follow anew, from 64-bit indices,
+// where each is the one before and a step.
+template <class T>
+__device__ __forceinline__ T* kept(T* pointer) {
+  asm("" : "+l"(pointer));
+  __builtin_assume(__isGlobal(pointer));
+  return pointer;
+}
+
 // Two codes, the first in the low byte. sm_89 and later have an instruction for it.
 template <Fp8 F>
 __device__ __forceinline__ uint32_t to_fp8_pair(float first, float second) {
@@ -24,88 +33,172 @@ __device__ __forceinline__ uint32_t to_fp8_pair(float first, float second) {
 
 // The codes of a packet: 8 bytes of a half's, 4 of fp32's.
 template <class T>
-struct Codes {
+struct alignas(widest<T>) Codes {
   static constexpr int words = widest<T> / 4;
   uint32_t at[words];
 };
 
-template <Fp8 F, class T>
-__device__ __forceinline__ Codes<T> codes_of(const Packet<T>& x, const Divisor& divisor) {
+template <class T>
+__device__ __forceinline__ Divisor divisor_of(float by, float most) {
+  if constexpr (sizeof(T) == 2) return short_divisor_for(by, most);
+  return divisor_for(by, most);
+}
+
+// divided(value): the quotient of one value.
+template <Fp8 F, class T, class Divided>
+__device__ __forceinline__ Codes<T> codes_of(const Packet<T>& x, Divided&& divided) {
   Codes<T> out;
-  const auto fill = [&](auto&& divided) {
 #pragma unroll
-    for (int i = 0; i < Codes<T>::words; ++i) {
-      const uint32_t low = to_fp8_pair<F>(divided(x[4 * i]), divided(x[4 * i + 1]));
-      const uint32_t high = to_fp8_pair<F>(divided(x[4 * i + 2]), divided(x[4 * i + 3]));
-      out.at[i] = low | high << 16;
-    }
-  };
-  if (divisor.inverse != 0.0f) {
-    fill([&](float value) { return quotient(value, divisor); });
-  } else {
-    fill([&](float value) { return any_quotient(value, divisor); });
+  for (int i = 0; i < Codes<T>::words; ++i) {
+    const uint32_t low = to_fp8_pair<F>(divided(x[4 * i]), divided(x[4 * i + 1]));
+    const uint32_t high = to_fp8_pair<F>(divided(x[4 * i + 2]), divided(x[4 * i + 3]));
+    out.at[i] = low | high << 16;
   }
   return out;
 }
 
-// row + column begins at a word of the codes, or with Ragged anywhere: then by what divides its address.
-template <bool Ragged, class T>
+template <Fp8 F, class T>
+__device__ __forceinline__ Codes<T> fast_codes(const Packet<T>& x, const Divisor& divisor) {
+  return codes_of<F>(x, [&](float value) {
+    if constexpr (sizeof(T) == 2) return short_quotient(value, divisor);
+    return quotient(value, divisor);
+  });
+}
+
+// Of packets, the first of which has the divisor by(0): store(item, codes). Any divisor and any value: whatever IEEE says of
+// their division. Rare, so that there are instructions for one packet, and the packets take turns.
+template <Fp8 F, class T, int Items, class By, class Store>
+__device__ __forceinline__ void any_codes(Packet<T> (&x)[Items], By&& by, Store&& store) {
+#pragma unroll 1
+  for (int item = 0; item < Items; ++item) {
+    const float divisor = by(item);
+    store(item, codes_of<F>(x[0], [&](float value) { return div(value, divisor); }));
+#pragma unroll
+    for (int i = 1; i < Items; ++i) x[i - 1] = x[i];
+  }
+}
+
+// Of packets that share a divisor, which are spent after it. One question for all of them.
+template <Fp8 F, class T, int Items, class Store>
+__device__ __forceinline__ void each_codes(Packet<T> (&x)[Items], const Divisor& divisor, Store&& store) {
+  if (divisor.inverse != 0.0f) {
+#pragma unroll
+    for (int item = 0; item < Items; ++item) store(item, fast_codes<F>(x[item], divisor));
+  } else {
+    any_codes<F>(x, [&](int) { return divisor.by; }, store);
+  }
+}
+
+// row + column begins at a word of the codes, or with Ragged anywhere. Ragged: every lane of the warp calls, `Lanes`
+// neighbours with columns that follow each other, and stores the word that begins within its own codes (ragged.h).
+template <bool Ragged, int Lanes = 32, class T>
 __device__ __forceinline__ void store_codes(uint8_t* row /*[width]*/, int column, int width, const Codes<T>& codes) {
   constexpr int N = widest<T>;
   uint8_t* to = row + column;
   if constexpr (!Ragged) {
-    if (column < width) store(to, bits_as<Vec<uint8_t, N>>(codes));
+    // as words: of bytes, the compiler takes apart what was put together
+    if (column < width) *reinterpret_cast<Codes<T>*>(to) = codes;
   } else {
-    const auto address = reinterpret_cast<uintptr_t>(to);
-    if (column + N > width) {
+    const unsigned past = reinterpret_cast<uintptr_t>(to) % N;  // the same for neighbours
+    const unsigned shift = (N - past) % N;
+    Word both{};
+#pragma unroll
+    for (int i = 0; i < Codes<T>::words; ++i) {
+      both.at[i] = codes.at[i];
+      both.at[Codes<T>::words + i] = __shfl_down_sync(0xffffffffu, codes.at[i], 1, Lanes);
+    }
+    const int lane = threadIdx.x % Lanes, first = static_cast<int>(shift);
+    const RaggedStore which =
+        ragged_store(lane == 0 ? 0 : 32 - Lanes + lane, column, width, N, first);  // the last is 31
+    if (which.word) {
+      const Word word = straddle(both, Word{}, shift);
+      Codes<T> out;
+#pragma unroll
+      for (int i = 0; i < Codes<T>::words; ++i) out.at[i] = word.at[i];
+      *reinterpret_cast<Codes<T>*>(to + first) = out;
+    }
+    if (which.low || which.high) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        if (column + i < width) to[i] = static_cast<uint8_t>(codes.at[i / 4] >> (i % 4 * 8));
+        if (column + i < width && (i < first ? which.low : which.high)) {
+          to[i] = static_cast<uint8_t>(codes.at[i / 4] >> (i % 4 * 8));
+        }
       }
-    } else if (address % 4 == 0) {
-#pragma unroll
-      for (int i = 0; i < Codes<T>::words; ++i) reinterpret_cast<uint32_t*>(to)[i] = codes.at[i];
-    } else if (address % 2 == 0) {
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) {
-        reinterpret_cast<uint16_t*>(to)[i] = static_cast<uint16_t>(codes.at[i / 2] >> (i % 2 * 16));
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < N; ++i) to[i] = static_cast<uint8_t>(codes.at[i / 4] >> (i % 4 * 8));
     }
   }
 }
 
 // ---- the largest |x| ---------------------------------------------------------------------------------------------------
 
-// Of a packet. NaN is no number, so max leaves it out; infinity it does not. Two halves a time.
+// Two halves in a register.
 template <class T>
-__device__ __forceinline__ float largest_in(const Packet<T>& x) {
+using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+
+// The largest |x| of the even and of the odd values of packets. NaN is no number, so max leaves it out; infinity it does
+// not.
+template <class T, int Items>
+__device__ __forceinline__ Pair<T> largest_pair(const Packet<T> (&x)[Items]) {
+  auto most = bits_as<Pair<T>>(0u);  // not the first value: NaN among the first would stay where all are
+#pragma unroll
+  for (int item = 0; item < Items; ++item) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) most = __hmax2(most, bits_as<Pair<T>>(x[item].word.at[i] & 0x7fff7fffu));
+  }
+  return most;
+}
+
+template <class T>
+__device__ __forceinline__ float float_of_half(const Pair<T>& pair, bool upper) {
+  const Packet<T> packet{{{bits_as<uint32_t>(pair)}}};
+  return upper ? packet[1] : packet[0];
+}
+
+template <class T, int Items>
+__device__ __forceinline__ float largest_of(const Packet<T> (&x)[Items]) {
   if constexpr (std::is_same_v<T, float>) {
     float most = 0.0f;
 #pragma unroll
-    for (int i = 0; i < widest<T>; ++i) most = fmaxf(most, fabsf(x[i]));
+    for (int i = 0; i < Items * widest<T>; ++i) most = fmaxf(most, fabsf(x[i / widest<T>][i % widest<T>]));
     return most;
   } else {
-    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-    Pair most = bits_as<Pair>(0u);  // not the first value: NaN among the first would stay where all are
+    const Pair<T> most = largest_pair(x);
+    return fmaxf(float_of_half<T>(most, false), float_of_half<T>(most, true));
+  }
+}
+
+template <class T>
+__device__ __forceinline__ float largest_in(const Packet<T>& x) {
+  const Packet<T> one[1] = {x};
+  return largest_of(one);
+}
+
+// The same of what is finite.
+template <class T, int Items>
+__device__ __forceinline__ float largest_finite_of(const Packet<T> (&x)[Items]) {
+  if constexpr (std::is_same_v<T, float>) {
+    float most = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) most = __hmax2(most, bits_as<Pair>(x.word.at[i] & 0x7fff7fffu));
-    const Packet<T> pair{{{bits_as<uint32_t>(most)}}};
-    return fmaxf(pair[0], pair[1]);
+    for (int i = 0; i < Items * widest<T>; ++i) {
+      const float size = fabsf(x[i / widest<T>][i % widest<T>]);
+      if (size < INFINITY && size > most) most = size;
+    }
+    return most;
+  } else {
+    constexpr uint32_t infinity = std::is_same_v<T, __half> ? 0x7c007c00u : 0x7f807f80u;
+    auto most = bits_as<Pair<T>>(0u);
+#pragma unroll
+    for (int i = 0; i < Items * 4; ++i) {
+      const uint32_t size = x[i / 4].word.at[i % 4] & 0x7fff7fffu;
+      most = __hmax2(most, bits_as<Pair<T>>(size & __vcmpltu2(size, infinity)));
+    }
+    return fmaxf(float_of_half<T>(most, false), float_of_half<T>(most, true));
   }
 }
 
 template <class T>
 __device__ __forceinline__ float largest_finite_in(const Packet<T>& x) {
-  float most = 0.0f;
-#pragma unroll
-  for (int i = 0; i < widest<T>; ++i) {
-    const float size = fabsf(x[i]);
-    if (size < INFINITY && size > most) most = size;
-  }
-  return most;
+  const Packet<T> one[1] = {x};
+  return largest_finite_of(one);
 }
 
 // Of numbers that are not negative the bits are in the same order, and for those a warp has one instruction.
@@ -140,7 +233,7 @@ class BlockMax {
 // i / (Lanes / Items). Half of what is left is given away at each of the first steps.
 template <int Lanes, int Items>
 __device__ __forceinline__ float group_max(const float (&value)[Items]) {
-  static_assert(Items == 1 || Items == 2 || Items == 4);
+  static_assert(Items == 1 || Items == 2 || Items == 4 || Items == 8);
   float left[Items];
 #pragma unroll
   for (int i = 0; i < Items; ++i) left[i] = value[i];
@@ -157,6 +250,53 @@ __device__ __forceinline__ float group_max(const float (&value)[Items]) {
 #pragma unroll
   for (; step > 0; step /= 2) left[0] = fmaxf(left[0], __shfl_xor_sync(0xffffffffu, left[0], step));
   return left[0];
+}
+
+// The same of halves, two items a register from the first step on.
+template <int Lanes, class T, int Items>
+__device__ __forceinline__ float group_largest(const Packet<T> (&held)[Items]) {
+  if constexpr (std::is_same_v<T, float>) {
+    float value[Items];
+#pragma unroll
+    for (int item = 0; item < Items; ++item) value[item] = largest_in(held[item]);
+    return group_max<Lanes>(value);
+  } else {
+    // in integers: a choice between two structs would be made in memory
+    const auto max_of = [](uint32_t a, uint32_t b) {
+      return bits_as<uint32_t>(__hmax2(bits_as<Pair<T>>(a), bits_as<Pair<T>>(b)));
+    };
+    constexpr int pairs = Items > 1 ? Items / 2 : 1;
+    uint32_t left[pairs];
+    const auto own = [&](int item) {
+      const Packet<T> one[1] = {held[item]};
+      return bits_as<uint32_t>(largest_pair(one));
+    };
+#pragma unroll
+    for (int i = 0; i < pairs; ++i) {
+      if constexpr (Items == 1) {
+        left[i] = own(i);
+      } else {  // the even values of both items, and the odd
+        const uint32_t a = own(2 * i), b = own(2 * i + 1);
+        left[i] = max_of(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
+      }
+    }
+    int step = Lanes / 2;
+#pragma unroll
+    for (int half = pairs / 2; half > 0; half /= 2, step /= 2) {
+      const bool upper = threadIdx.x & step;
+#pragma unroll
+      for (int i = 0; i < half; ++i) {
+        const uint32_t mine = upper ? left[i + half] : left[i], theirs = upper ? left[i] : left[i + half];
+        left[i] = max_of(mine, __shfl_xor_sync(0xffffffffu, theirs, step));
+      }
+    }
+    const bool upper = threadIdx.x & step;
+#pragma unroll
+    for (; step > 0; step /= 2) left[0] = max_of(left[0], __shfl_xor_sync(0xffffffffu, left[0], step));
+    const auto most = bits_as<Pair<T>>(left[0]);
+    if constexpr (Items == 1) return fmaxf(float_of_half<T>(most, false), float_of_half<T>(most, true));
+    return float_of_half<T>(most, upper);
+  }
 }
 
 }  // namespace prequal

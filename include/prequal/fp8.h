@@ -91,28 +91,12 @@ PREQUAL_HD float from_fp8(uint32_t code) {
   return mul(float_of(sign | size << (23 - Format::mantissa)), up);
 }
 
-// ---- scales ------------------------------------------------------------------------------------------------------------
-
-// Below it 1 / scale would not be finite.
-inline constexpr float smallest_scale = 0x1p-126f;
-
-// amax: the largest finite |x| of what shares the scale, 0 where there is none. bound: an upper bound of the scale, +inf for
-// none; with ue8m0 a power of two, as the scale then is (round_down).
-PREQUAL_HD float scale_for(float amax, float largest, float bound, bool ue8m0) {
-  float scale = amax > 0.0f ? div(amax, largest) : 1.0f;
-  if (scale < smallest_scale) scale = smallest_scale;
-  if (ue8m0) scale = float_of((bits_of(scale) + 0x7fffffu) & infinity_bits);  // up to a power of two
-  return scale < bound ? scale : bound;
-}
-
-// To a power of two, of a positive normal number or infinity.
-PREQUAL_HD float round_down(float value) { return float_of(bits_of(value) & infinity_bits); }
-
 // ---- x / scale -----------------------------------------------------------------------------------------------------------
 
-// `by`, and its reciprocal rounded to nearest; 0 where quotient() is not for this divisor and these values.
+// `by`, and its reciprocal: rounded to nearest for quotient(), in two parts for short_quotient(). The first part is 0
+// where neither is for this divisor and these values.
 struct Divisor {
-  float by, inverse;
+  float by, inverse, rest;
 };
 
 // Where quotient() rounds as a division does, of every |value| <= most that is not too small to matter: nothing in it
@@ -124,9 +108,9 @@ PREQUAL_HD bool divides_fast(float by, float most) {
 
 PREQUAL_HD Divisor divisor_for(float by, float most) {
 #ifdef __CUDA_ARCH__
-  return {by, divides_fast(by, most) ? __frcp_rn(by) : 0.0f};
+  return {by, divides_fast(by, most) ? __frcp_rn(by) : 0.0f, 0.0f};
 #else
-  return {by, divides_fast(by, most) ? 1.0f / by : 0.0f};
+  return {by, divides_fast(by, most) ? 1.0f / by : 0.0f, 0.0f};
 #endif
 }
 
@@ -138,7 +122,51 @@ PREQUAL_HD float quotient(float value, const Divisor& divisor) {
   return fma_of(fma_of(near, divisor.by, -value), -divisor.inverse, near);
 }
 
-// Of any value and any divisor: whatever IEEE says.
-PREQUAL_HD float any_quotient(float value, const Divisor& divisor) { return div(value, divisor.by); }
+// Of values of at most 11 significant bits, as halves are: two operations, whose result is the quotient times 1 to
+// 1 + 2^-40, rounded. It is not always the float that a division gives, but always one of the same FP8 number. That number
+// changes where a quotient passes the middle of two FP8 numbers by half a last bit of fp32. No quotient of 11 bits by 24
+// lies on such an edge, and all lie at least 2^-36 of themselves away but one: 2^n by (2 - 2^-23) 2^m at half of the
+// smallest subnormal, 2^-48 above its edge, and what is here is never below the quotient. The CPU tests go through every
+// significand of 11 bits and every edge, with the divisors next to it.
+//
+// near: 1 / by, within 2^-23 of itself, which is what the instruction promises.
+PREQUAL_HD Divisor short_divisor_from(float by, float near, float most) {
+  const float below = mul(near, 1.0f - 0x1p-22f);  // than 1 / by: else the rest of a zero could be of the other sign
+  const float rest = mul(fma_of(-by, below, 1.0f), mul(near, 1.0f + 0x1p-20f));
+  return {by, divides_fast(by, most) ? below : 0.0f, rest};
+}
+
+PREQUAL_HD Divisor short_divisor_for(float by, float most) {
+#ifdef __CUDA_ARCH__
+  float near;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(by));
+  return short_divisor_from(by, near, most);
+#else
+  return short_divisor_from(by, 1.0f / by, most);
+#endif
+}
+
+PREQUAL_HD float short_quotient(float value, const Divisor& divisor) {
+  return fma_of(value, divisor.inverse, mul(value, divisor.rest));
+}
+
+// ---- scales ------------------------------------------------------------------------------------------------------------
+
+// Below it 1 / scale would not be finite.
+inline constexpr float smallest_scale = 0x1p-126f;
+
+// largest is 7 * 2^n, and no quotient of a float by that lies within 2^-28 of itself of the middle of two floats: three
+// operations round it as a division does. One that is smaller than a scale may be is rounded otherwise, and not used.
+// amax: the largest finite |x| of what shares the scale, 0 where there is none. bound: an upper bound of the scale, +inf for
+// none; with ue8m0 a power of two, as the scale then is (round_down).
+PREQUAL_HD float scale_for(float amax, float largest, float bound, bool ue8m0) {
+  float scale = amax > 0.0f ? quotient(amax, {largest, 1.0f / largest, 0.0f}) : 1.0f;
+  if (scale < smallest_scale) scale = smallest_scale;
+  if (ue8m0) scale = float_of((bits_of(scale) + 0x7fffffu) & infinity_bits);  // up to a power of two
+  return scale < bound ? scale : bound;
+}
+
+// To a power of two, of a positive normal number or infinity.
+PREQUAL_HD float round_down(float value) { return float_of(bits_of(value) & infinity_bits); }
 
 }  // namespace prequal

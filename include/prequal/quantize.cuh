@@ -30,9 +30,14 @@ struct Plain {
   const T* at;                                // [rows, H]
   int64_t stride;                             // elements from row to row
 
+  // The same from (row, column) on.
+  __device__ __forceinline__ Plain begin_at(int64_t row, int64_t column) const {
+    return {kept(at + row * stride + column), stride};
+  }
+  // Of the first row.
   template <bool Ragged>
-  __device__ __forceinline__ Packet<T> packet(int64_t row, int64_t first, int column, int width) const {
-    return load_packet<Ragged>(at + row * stride + first, column, width);
+  __device__ __forceinline__ Packet<T> packet(int column, int width) const {
+    return load_packet<Ragged>(at, column, width);
   }
 };
 
@@ -57,31 +62,20 @@ struct Result {
   }
 };
 
-template <class T, int Items>
-__device__ __forceinline__ float largest_of(const Packet<T> (&held)[Items]) {
-  float most = 0.0f;
-#pragma unroll
-  for (int item = 0; item < Items; ++item) most = fmaxf(most, largest_in(held[item]));
-  return most;
-}
-
-template <class T, int Items>
-__device__ __forceinline__ float largest_finite_of(const Packet<T> (&held)[Items]) {
-  float most = 0.0f;
-#pragma unroll
-  for (int item = 0; item < Items; ++item) most = fmaxf(most, largest_finite_in(held[item]));
-  return most;
-}
-
 // A scale and what divides by it, of values that a team shares: `join` gives every thread the largest of all threads'.
-template <Fp8 F, class T, int Items, class Join>
-__device__ __forceinline__ Divisor shared_divisor(const Packet<T> (&held)[Items], const Result& to, int64_t place,
+// given(): the scale, where it is.
+template <Fp8 F, class T, int Items, class Given, class Join>
+__device__ __forceinline__ Divisor shared_divisor(Packet<T> (&held)[Items], const Result& to, Given&& given,
                                                   Join&& join) {
   float most = largest_of(held);
-  if (to.given) return divisor_for(to.given[place], most);  // of this thread's values
+  if (to.given) return divisor_of<T>(given(), warp_max(most));  // of this warp's values: its lanes store together
   most = join(most);
-  const float finite = most < INFINITY ? most : join(largest_finite_of(held));
-  return divisor_for(to.scale_from<F>(finite), most);
+  float finite = most;
+  if (most == INFINITY) {
+    keep_packed(held);  // else what the first search made of them waits in registers for this one
+    finite = join(largest_finite_of(held));
+  }
+  return divisor_of<T>(to.scale_from<F>(finite), most);
 }
 
 // ---- a row a scale -----------------------------------------------------------------------------------------------------
@@ -106,24 +100,26 @@ __global__ void __launch_bounds__((most_threads<Items>(kind)), (least_blocks<Ite
   BlockMax whole(shared);
   const int threads = warps ? 32 : blockDim.x, thread = warps ? threadIdx.x % 32 : threadIdx.x;
   const int teams = warps ? blockDim.x / 32 : 1, team = warps ? threadIdx.x / 32 : 0;
-  const int width = static_cast<int>(to.width);
-  const auto column = [&](int item) { return (item * threads + thread) * widest<T>; };
+  const int first = thread * widest<T>, left = static_cast<int>(to.width) - first;
+  const auto column = [&](int item) { return item * threads * widest<T>; };  // from the first on
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * teams + team; row < to.rows;
        row += static_cast<int64_t>(gridDim.x) * teams) {
+    const Source here = from.begin_at(row, first);
     Packet<T> held[Items];
 #pragma unroll
-    for (int item = 0; item < Items; ++item) held[item] = from.template packet<Ragged>(row, 0, column(item), width);
+    for (int item = 0; item < Items; ++item) held[item] = here.template packet<Ragged>(column(item), left);
 
-    const Divisor divisor = shared_divisor<F>(held, to, row, [&](float value) {
-      if constexpr (warps) return warp_max(value);
-      return whole.of(value);
-    });
+    const Divisor divisor = shared_divisor<F>(
+        held, to, [&] { return to.given[row]; },
+        [&](float value) {
+          if constexpr (warps) return warp_max(value);
+          return whole.of(value);
+        });
     keep_packed(held);
 
-#pragma unroll
-    for (int item = 0; item < Items; ++item) {
-      store_codes<Ragged>(to.q + row * to.width, column(item), width, codes_of<F>(held[item], divisor));
-    }
+    uint8_t* q = kept(to.q + row * to.width + first);
+    each_codes<F>(held, divisor,
+                  [&](int item, const Codes<T>& codes) { store_codes<Ragged>(q, column(item), left, codes); });
     if (thread == 0) to.scale[row] = divisor.by;
   }
 }
@@ -136,17 +132,18 @@ __global__ void __launch_bounds__(1024) token_twice(const Source from, const Res
   BlockMax whole(shared);
   const int width = static_cast<int>(to.width), step = blockDim.x * widest<T>;
   for (int64_t row = blockIdx.x; row < to.rows; row += gridDim.x) {
+    const Source here = from.begin_at(row, 0);
     const auto each = [&](auto&& body) {
       for (int first = 0; first < width; first += step) {
         const int column = first + threadIdx.x * widest<T>;
-        body(from.template packet<true>(row, 0, column, width), column);
+        body(here.template packet<true>(column, width), column);
       }
     };
     float most = 0.0f;
     each([&](const Packet<T>& x, int) { most = fmaxf(most, largest_in(x)); });
     Divisor divisor;
     if (to.given) {
-      divisor = divisor_for(to.given[row], most);
+      divisor = divisor_of<T>(to.given[row], warp_max(most));  // as in shared_divisor
     } else {
       float finite = most = whole.of(most);
       if (most == INFINITY) {
@@ -154,10 +151,13 @@ __global__ void __launch_bounds__(1024) token_twice(const Source from, const Res
         each([&](const Packet<T>& x, int) { finite = fmaxf(finite, largest_finite_in(x)); });
         finite = whole.of(finite);
       }
-      divisor = divisor_for(to.scale_from<F>(finite), most);
+      divisor = divisor_of<T>(to.scale_from<F>(finite), most);
     }
     each([&](const Packet<T>& x, int column) {
-      store_codes<true>(to.q + row * to.width, column, width, codes_of<F>(x, divisor));
+      Packet<T> one[1] = {x};
+      each_codes<F>(one, divisor, [&](int, const Codes<T>& codes) {
+        store_codes<true>(to.q + row * to.width, column, width, codes);
+      });
     });
     if (threadIdx.x == 0) to.scale[row] = divisor.by;
   }
@@ -168,23 +168,23 @@ __global__ void __launch_bounds__(1024) token_twice(const Source from, const Res
 template <class T>
 inline constexpr int group_lanes = block / widest<T>;
 
-// The scales of `Items` groups of this thread's lanes, of which each lane makes one, and what divides each item.
-// given(item) and keep(item, scale): of this lane's item.
-template <Fp8 F, class T, int Items, class Given, class Keep>
-__device__ __forceinline__ void group_divisors(Divisor (&divisor)[Items], const Packet<T> (&held)[Items],
-                                               const Result& to, Given&& given, Keep&& keep) {
+// The codes of `Items` groups of this thread's lanes, of which each lane makes one scale. given(item) and keep(item, scale):
+// of this lane's item. store(item, codes).
+template <Fp8 F, class T, int Items, class Given, class Keep, class Store>
+__device__ __forceinline__ void group_codes(Packet<T> (&held)[Items], const Result& to, Given&& given, Keep&& keep,
+                                            Store&& store) {
   constexpr int lanes = group_lanes<T>, share = lanes / Items;
+  constexpr unsigned all = 0xffffffffu;
   const int mine = threadIdx.x % lanes / share;
-  float value[Items];
-#pragma unroll
-  for (int item = 0; item < Items; ++item) value[item] = largest_in(held[item]);
-  const float most = group_max<lanes>(value);
+  const float most = group_largest<lanes>(held);
   float scale;
   if (to.given) {
     scale = given(mine);
   } else {
     float finite = most;
-    if (__any_sync(0xffffffffu, most == INFINITY)) {
+    if (__any_sync(all, most == INFINITY)) {
+      keep_packed(held);  // as in shared_divisor
+      float value[Items];
 #pragma unroll
       for (int item = 0; item < Items; ++item) value[item] = largest_finite_in(held[item]);
       finite = group_max<lanes>(value);
@@ -192,61 +192,90 @@ __device__ __forceinline__ void group_divisors(Divisor (&divisor)[Items], const 
     scale = to.scale_from<F>(finite);
   }
   if (threadIdx.x % share == 0) keep(mine, scale);
-  const Divisor own = divisor_for(scale, most);
+  const Divisor own = divisor_of<T>(scale, most);
+  keep_packed(held);
+  if (__all_sync(all, own.inverse != 0.0f)) {
 #pragma unroll
-  for (int item = 0; item < Items; ++item) {
-    const int lane = threadIdx.x % 32 / lanes * lanes + item * share;
-    divisor[item].by = __shfl_sync(0xffffffffu, own.by, lane);
-    divisor[item].inverse = __shfl_sync(0xffffffffu, own.inverse, lane);
+    for (int item = 0; item < Items; ++item) {
+      const auto of_item = [&](float value) { return __shfl_sync(all, value, item * share, lanes); };
+      const Divisor divisor{sizeof(T) == 2 ? 0.0f : of_item(own.by), of_item(own.inverse), of_item(own.rest)};
+      store(item, fast_codes<F>(held[item], divisor));
+    }
+  } else {
+    any_codes<F>(held, [&](int item) { return __shfl_sync(all, own.by, item * share, lanes); }, store);
   }
 }
 
-inline constexpr int group_threads = 256;
-inline constexpr int group_items = 4;  // groups of a thread
+inline constexpr int group_threads = 128;
 
+template <class T>
+inline constexpr int group_items = sizeof(T) == 2 ? 8 : 4;  // groups of a thread; 8 of fp32 that is computed spill
+
+// The groups of a thread's lanes lie below each other, in rows that follow: one division tells where. In a single row
+// they lie a block's groups apart.
 template <Fp8 F, class Source, bool Ragged>
-__global__ void __launch_bounds__(group_threads, 4) groups(const Source from, const Result to) {
+__global__ void __launch_bounds__(group_threads, Source::by_warp ? 8 : 7) groups(const Source from, const Result to) {
   using T = typename Source::Value;
-  constexpr int lanes = group_lanes<T>, at_once = group_threads / lanes;
-  const int64_t in_row = blocks_of(to.width), total = to.rows * in_row;
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * at_once * group_items; first < total;
-       first += static_cast<int64_t>(gridDim.x) * at_once * group_items) {
-    const auto group_of = [&](int item) { return first + item * at_once + threadIdx.x / lanes; };
-    const auto row_of = [&](int64_t group) -> int64_t {
-      if (to.rows == 1) return 0;
-      if (total <= 0xffffffffll) return static_cast<uint32_t>(group) / static_cast<uint32_t>(in_row);
-      return group / in_row;
+  constexpr int lanes = group_lanes<T>, at_once = group_threads / lanes, Items = group_items<T>;
+  const bool single = to.rows == 1;
+  const int64_t in_row = blocks_of(to.width);
+  const int64_t units =
+      single ? (in_row + at_once * Items - 1) / (at_once * Items) * at_once : (to.rows + Items - 1) / Items * in_row;
+  const int64_t step_row = single ? 0 : 1, step_column = single ? at_once * block : 0;  // from item to item
+  const int64_t step_place = single ? at_once : to.by_column ? 1 : in_row;
+  const int column = threadIdx.x % lanes * widest<T>;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * at_once; first < units;
+       first += static_cast<int64_t>(gridDim.x) * at_once) {
+    const int64_t unit = first + threadIdx.x / lanes;
+    int64_t row = 0, group = first * Items + threadIdx.x / lanes, below;
+    if (single) {
+      below = group < in_row ? (in_row - group + at_once - 1) / at_once : 0;
+    } else {
+      const int64_t rows =
+          units <= 0xffffffffll ? static_cast<uint32_t>(unit) / static_cast<uint32_t>(in_row) : unit / in_row;
+      row = rows * Items, group = unit - rows * in_row;
+      below = unit < units ? to.rows - row : 0;
+    }
+    const int items = static_cast<int>(min(below, static_cast<int64_t>(Items)));
+    const int64_t room = to.width - group * block - column;  // from this thread's first packet to the row's end
+    const auto left = [&](int item) {
+      return static_cast<int>(min(room - item * step_column, static_cast<int64_t>(block - column)));
     };
-    const int column = threadIdx.x % lanes * widest<T>;
-    int64_t row[group_items], start[group_items];
-    Packet<T> held[group_items];
-#pragma unroll
-    for (int item = 0; item < group_items; ++item) {
-      const int64_t group = group_of(item);
-      row[item] = row_of(group), start[item] = (group - row[item] * in_row) * block;
-      const int left = group < total ? static_cast<int>(min(to.width - start[item], static_cast<int64_t>(block))) : 0;
-      held[item] = left > 0 ? from.template packet<Ragged>(row[item], start[item], column, left) : Packet<T>{};
+    int has = items;  // packets of this thread
+    if constexpr (!Ragged) {
+      if (single) {
+        has = static_cast<int>(min((room + at_once * block - 1) / (at_once * block), static_cast<int64_t>(items)));
+      } else if (room <= 0) {
+        has = 0;
+      }
     }
 
-    Divisor divisor[group_items];
-    const auto place = [&](int item) {
-      const int64_t group = group_of(item), of = row_of(group);
-      return to.place(of, group - of * in_row, to.rows, in_row);
+    Packet<T> held[Items];
+    Source here = from.begin_at(row, group * block + column);
+    const auto take = [&](auto&& inside) {
+#pragma unroll
+      for (int item = 0; item < Items; ++item) {
+        held[item] = inside(item) ? here.template packet<Ragged>(0, Ragged ? left(item) : 1) : Packet<T>{};
+        here = here.begin_at(step_row, step_column);
+      }
     };
-    group_divisors<F>(
-        divisor, held, to, [&](int item) { return group_of(item) < total ? to.given[place(item)] : 1.0f; },
+    if (has == Items) {
+      take([](int) { return true; });
+    } else {
+      take([&](int item) { return item < has; });
+    }
+
+    const int64_t place = to.place(row, group, to.rows, in_row);
+    uint8_t* q = kept(to.q + row * to.width + group * block + column);
+    group_codes<F>(
+        held, to, [&](int item) { return item < items ? to.given[place + item * step_place] : 1.0f; },
         [&](int item, float scale) {
-          if (group_of(item) < total) to.scale[place(item)] = scale;
+          if (item < items) to.scale[place + item * step_place] = scale;
+        },
+        [&](int item, const Codes<T>& codes) {
+          store_codes<Ragged, lanes>(q, 0, item >= has ? 0 : Ragged ? left(item) : 1, codes);
+          q = kept(q + step_row * to.width + step_column);
         });
-    keep_packed(held);
-
-#pragma unroll
-    for (int item = 0; item < group_items; ++item) {
-      if (group_of(item) >= total) continue;
-      const int left = static_cast<int>(min(to.width - start[item], static_cast<int64_t>(block)));
-      uint8_t* q = to.q + row[item] * to.width + start[item];
-      store_codes<Ragged>(q, column, left, codes_of<F>(held[item], divisor[item]));
-    }
   }
 }
 
@@ -257,41 +286,52 @@ inline constexpr int tile_items = 8;
 template <class T>
 inline constexpr int tile_threads = block * group_lanes<T> / tile_items;
 
-// matrix_rows: of each of the matrices that the rows are of.
+// The grid: across, down, and the matrices. matrix_rows: of each of them.
 template <Fp8 F, class T, bool Ragged>
 __global__ void __launch_bounds__(tile_threads<T>, 1024 / tile_threads<T>)
-    tiles(const Plain<T> from, const Result to, int64_t matrix_rows) {
+    tiles(const Plain<T> from, const Result to, int64_t matrix_rows, int64_t matrices) {
   constexpr int lanes = group_lanes<T>, at_once = tile_threads<T> / lanes;
   __shared__ BlockMax::Shared shared;
   BlockMax whole(shared);
   const int64_t in_row = blocks_of(to.width), in_matrix = blocks_of(matrix_rows);
-  const int64_t tile_rows = to.rows / matrix_rows * in_matrix, total = tile_rows * in_row;
-  for (int64_t tile = blockIdx.x; tile < total; tile += gridDim.x) {
-    const int64_t tile_row = tile / in_row, group = tile - tile_row * in_row;
-    const int64_t matrix = tile_row / in_matrix, down = (tile_row - matrix * in_matrix) * block;
-    const int64_t first_row = matrix * matrix_rows + down, start = group * block;
-    const int rows = static_cast<int>(min(matrix_rows - down, static_cast<int64_t>(block)));
-    const int left = static_cast<int>(min(to.width - start, static_cast<int64_t>(block)));
-    const int column = threadIdx.x % lanes * widest<T>;
-    const auto row = [&](int item) { return item * at_once + static_cast<int>(threadIdx.x) / lanes; };
+  const int column = threadIdx.x % lanes * widest<T>, first_row = threadIdx.x / lanes;
+  const auto tile = [&](int64_t matrix, int64_t down, int64_t group) {
+    const int64_t top = matrix * matrix_rows + down * block;
+    const int left = static_cast<int>(min(to.width - group * block, static_cast<int64_t>(block))) - column;
+    const int rows = static_cast<int>(min(matrix_rows - down * block, static_cast<int64_t>(block)));
+    const int has = Ragged || left > 0 ? (rows - first_row + at_once - 1) / at_once : 0;  // packets of this thread
+
     Packet<T> held[tile_items];
+    Plain<T> here = from.begin_at(top + first_row, group * block + column);
+    const auto take = [&](auto&& inside) {
 #pragma unroll
-    for (int item = 0; item < tile_items; ++item) {
-      held[item] =
-          row(item) < rows ? from.template packet<Ragged>(first_row + row(item), start, column, left) : Packet<T>{};
+      for (int item = 0; item < tile_items; ++item) {
+        held[item] = inside(item) ? here.template packet<Ragged>(0, Ragged ? left : 1) : Packet<T>{};
+        here = here.begin_at(at_once, 0);
+      }
+    };
+    if (has == tile_items) {
+      take([](int) { return true; });
+    } else {
+      take([&](int item) { return item < has; });
     }
 
-    const int64_t place = to.place(tile_row, group, tile_rows, in_row);
-    const Divisor divisor = shared_divisor<F>(held, to, place, [&](float value) { return whole.of(value); });
+    const auto place = [&] { return to.place(matrix * in_matrix + down, group, matrices * in_matrix, in_row); };
+    const Divisor divisor =
+        shared_divisor<F>(held, to, [&] { return to.given[place()]; }, [&](float value) { return whole.of(value); });
     keep_packed(held);
 
-#pragma unroll
-    for (int item = 0; item < tile_items; ++item) {
-      if (row(item) >= rows) continue;
-      uint8_t* q = to.q + (first_row + row(item)) * to.width + start;
-      store_codes<Ragged>(q, column, left, codes_of<F>(held[item], divisor));
+    uint8_t* q = kept(to.q + (top + first_row) * to.width + group * block + column);
+    each_codes<F>(held, divisor, [&](int item, const Codes<T>& codes) {
+      store_codes<Ragged, lanes>(q, 0, item >= has ? 0 : Ragged ? left : 1, codes);
+      q = kept(q + at_once * to.width);
+    });
+    if (threadIdx.x == 0) to.scale[place()] = divisor.by;
+  };
+  for (int64_t matrix = blockIdx.z; matrix < matrices; matrix += gridDim.z) {
+    for (int64_t down = blockIdx.y; down < in_matrix; down += gridDim.y) {
+      for (int64_t group = blockIdx.x; group < in_row; group += gridDim.x) tile(matrix, down, group);
     }
-    if (threadIdx.x == 0) to.scale[place] = divisor.by;
   }
 }
 
@@ -326,13 +366,18 @@ __global__ void __launch_bounds__(tensor_threads, 6)
   BlockMax whole(shared);
   float finite = 0.0f;
   each_chunk<T, false>(to, [&](int64_t row, int64_t first, int left) {
+    const Plain<T> here = from.begin_at(row, first);
     Packet<T> held[tensor_items];
 #pragma unroll
     for (int item = 0; item < tensor_items; ++item) {
-      held[item] = from.template packet<Ragged>(row, first, chunk_column(item, widest<T>), left);
+      held[item] = here.template packet<Ragged>(chunk_column(item, widest<T>), left);
     }
-    const float most = largest_of(held);
-    finite = fmaxf(finite, most < INFINITY ? most : largest_finite_of(held));
+    float most = largest_of(held);
+    if (most == INFINITY) {
+      keep_packed(held);  // as in shared_divisor
+      most = largest_finite_of(held);
+    }
+    finite = fmaxf(finite, most);
   });
   finite = whole.of(finite);
   if (threadIdx.x == 0) amax[blockIdx.x] = finite;
@@ -340,7 +385,7 @@ __global__ void __launch_bounds__(tensor_threads, 6)
 
 // amax: what tensor_amax left, [parts]; of a scale that is given there is none.
 template <Fp8 F, class T, bool Ragged>
-__global__ void __launch_bounds__(tensor_threads, 4)
+__global__ void __launch_bounds__(tensor_threads, 5)
     tensor(const Plain<T> from, const Result to, const float* amax /*[parts]*/, int parts) {
   __shared__ BlockMax::Shared shared;
   BlockMax whole(shared);
@@ -354,17 +399,17 @@ __global__ void __launch_bounds__(tensor_threads, 4)
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) to.scale[0] = scale;
   each_chunk<T, true>(to, [&](int64_t row, int64_t first, int left) {
+    const Plain<T> here = from.begin_at(row, first);
     Packet<T> held[tensor_items];
 #pragma unroll
     for (int item = 0; item < tensor_items; ++item) {
-      held[item] = from.template packet<Ragged>(row, first, chunk_column(item, widest<T>), left);
+      held[item] = here.template packet<Ragged>(chunk_column(item, widest<T>), left);
     }
-    const Divisor divisor = divisor_for(scale, largest_of(held));
-#pragma unroll
-    for (int item = 0; item < tensor_items; ++item) {
-      uint8_t* q = to.q + row * to.width + first;
-      store_codes<Ragged>(q, chunk_column(item, widest<T>), left, codes_of<F>(held[item], divisor));
-    }
+    const Divisor divisor = divisor_of<T>(scale, warp_max(largest_of(held)));  // as in shared_divisor
+    uint8_t* q = to.q + row * to.width + first;
+    each_codes<F>(held, divisor, [&](int item, const Codes<T>& codes) {
+      store_codes<Ragged>(q, chunk_column(item, widest<T>), left, codes);
+    });
   });
 }
 
@@ -388,7 +433,7 @@ inline int threads_for(int64_t width, int64_t each /* columns a thread */) {
 template <class Source>
 RowPlan plan_for(int64_t width) {
   constexpr int vec = widest<typename Source::Value>;
-  const RowPlan plan = Source::in_registers ? row_plan(width, vec, 512, 4096) : row_in_loop;
+  const RowPlan plan = Source::in_registers ? row_plan(width, vec, 256, 4096) : row_in_loop;
   if (plan.kind == RowKind::loop) return {RowKind::loop, 1, threads_for(width, vec), 1};
   if (plan.kind == RowKind::warp && !Source::by_warp) return {RowKind::block, 2, threads_for(width, 2 * vec), 1};
   return plan;
@@ -424,8 +469,9 @@ void by_token(const Context& context, const Source& from, const Result& to, bool
 template <Fp8 F, class Source>
 void by_group(const Context& context, const Source& from, const Result& to, bool aligned_words) {
   using T = typename Source::Value;
-  const int64_t a_block = group_threads / group_lanes<T> * group_items;
-  const dim3 grid = grid_of((to.rows * blocks_of(to.width) + a_block - 1) / a_block);
+  constexpr int64_t at_once = group_threads / group_lanes<T>, a_block = at_once * group_items<T>;
+  const int64_t in_row = blocks_of(to.width), down = (to.rows + group_items<T> - 1) / group_items<T>;
+  const dim3 grid = grid_of(to.rows == 1 ? (in_row + a_block - 1) / a_block : (down * in_row + at_once - 1) / at_once);
   if (aligned_words) {
     launch<groups<F, Source, false>>(context, grid, dim3(group_threads), from, to);
   } else {

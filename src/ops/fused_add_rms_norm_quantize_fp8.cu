@@ -1,6 +1,6 @@
 // sum = x + residual, quantize_fp8(rms_norm(sum, weight)).   x, residual [..., H] -> q, sum [..., H], scale, weight [H]
-// A warp or a block owns a row, held in registers from its load to its codes, or reads it again (norm_quantize.cuh).
-// Bytes: numel (3 sizeof(T) + 1), the weight and the scales.
+// A warp or a block owns a row, held in registers from its load to its codes; others go by two kernels (norm_quantize.cuh).
+// Bytes: numel (3 sizeof(T) + 1), the weight and the scales; by two kernels 2 numel sizeof(T) more.
 // Numerics: fused_add_rms_norm's, its roundings to T among them; then those of quantize_fp8.
 #include <optional>
 #include <string>
@@ -45,7 +45,7 @@ std::tuple<Buffer, Buffer, Buffer> fused_add_rms_norm_quantize_fp8(
     a.rows = to.rows, a.width = static_cast<int>(width);
     a.inverse = 1.0f / static_cast<float>(width);
     a.eps = static_cast<float>(eps), a.offset = static_cast<float>(weight_offset), a.exact = exact_rounding;
-    norm_quantize::run<true>(context, a, to, options, alignment.whole());
+    norm_quantize::run<true>(context, a, to, options, x, alignment.whole());
   });
   return {std::move(*q), std::move(*scale), std::move(*sum)};
 }

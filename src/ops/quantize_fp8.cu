@@ -2,6 +2,7 @@
 // Who shares a scale owns it: a warp or a block a row, 16 or 32 lanes 128 columns, a block a tile (quantize.cuh).
 // Bytes: numel (sizeof(T) + 1) and the scales; of a tensor numel (2 sizeof(T) + 1), since its largest value comes first.
 // Numerics: fp32, every operation rounded once: the bits of the reference. dequantize_fp8: a product, and a rounding.
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -45,12 +46,15 @@ void by_tensor(const Context& context, const Plain<T>& from, const Result& to, b
 
 template <Fp8 F, class T>
 void by_tile(const Context& context, const Plain<T>& from, const Result& to, int64_t matrix_rows, bool aligned_words) {
-  const int64_t tiles = to.rows / matrix_rows * blocks_of(matrix_rows) * blocks_of(to.width);
-  const dim3 grid = quantize::grid_of(tiles), threads(quantize::tile_threads<T>);
+  const int64_t matrices = to.rows / matrix_rows;
+  const auto at_most = [](int64_t blocks, int64_t most) { return static_cast<unsigned>(std::min(blocks, most)); };
+  const dim3 grid(at_most(blocks_of(to.width), 0x7fffffff), at_most(blocks_of(matrix_rows), 65'535),
+                  at_most(matrices, 65'535));
+  const dim3 threads(quantize::tile_threads<T>);
   if (aligned_words) {
-    launch<quantize::tiles<F, T, false>>(context, grid, threads, from, to, matrix_rows);
+    launch<quantize::tiles<F, T, false>>(context, grid, threads, from, to, matrix_rows, matrices);
   } else {
-    launch<quantize::tiles<F, T, true>>(context, grid, threads, from, to, matrix_rows);
+    launch<quantize::tiles<F, T, true>>(context, grid, threads, from, to, matrix_rows, matrices);
   }
 }
 

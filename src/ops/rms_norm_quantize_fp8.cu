@@ -1,6 +1,6 @@
 // quantize_fp8(rms_norm(x, weight)), by token or blocks of 128 columns.   x [..., H] -> q [..., H], scale, weight [H]
-// A warp or a block owns a row, held in registers from its load to its codes, or reads it again (norm_quantize.cuh).
-// Bytes: numel (sizeof(T) + 1), the weight and the scales.
+// A warp or a block owns a row, held in registers from its load to its codes; others go by two kernels (norm_quantize.cuh).
+// Bytes: numel (sizeof(T) + 1), the weight and the scales; by two kernels 2 numel sizeof(T) more.
 // Numerics: rms_norm's, its rounding to T among them; then those of quantize_fp8.
 #include <optional>
 #include <string>
@@ -38,7 +38,7 @@ std::tuple<Buffer, Buffer> rms_norm_quantize_fp8(const Context& context, const T
     a.rows = to.rows, a.width = static_cast<int>(width);
     a.inverse = 1.0f / static_cast<float>(width);
     a.eps = static_cast<float>(eps), a.offset = static_cast<float>(weight_offset), a.exact = exact_rounding;
-    norm_quantize::run<false>(context, a, to, options, alignment.whole());
+    norm_quantize::run<false>(context, a, to, options, x, alignment.whole());
   });
   return {std::move(*q), std::move(*scale)};
 }

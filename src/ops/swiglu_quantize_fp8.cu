@@ -24,11 +24,17 @@ struct Product {
   gated::Rows<const T> gate, up;  // [rows, I]
   bool exact;
 
+  __device__ __forceinline__ Product begin_at(int64_t row, int64_t column) const {
+    return {{kept(gate.at + row * gate.stride + column), gate.stride},
+            {kept(up.at + row * up.stride + column), up.stride},
+            exact};
+  }
+
   template <bool Ragged>
-  __device__ __forceinline__ Packet<T> packet(int64_t row, int64_t first, int column, int width) const {
+  __device__ __forceinline__ Packet<T> packet(int column, int width) const {
     constexpr int N = widest<T>;
-    const Packet<T> a = load_packet<Ragged>(gate.at + row * gate.stride + first, column, width);
-    const Packet<T> b = load_packet<Ragged>(up.at + row * up.stride + first, column, width);
+    const Packet<T> a = load_packet<Ragged>(gate.at, column, width);
+    const Packet<T> b = load_packet<Ragged>(up.at, column, width);
     float value[N];
     if (exact) {
 #pragma unroll

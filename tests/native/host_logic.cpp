@@ -429,15 +429,48 @@ int rows(int rank, const int64_t* shape, const int64_t* stride, int64_t* out /*[
   }
 }
 
-// value / by in FP8, as a kernel that has no instruction for it makes it.
-void quantize(int e5m2, const float* value, const float* by, int64_t count, uint8_t* out) {
+// value / by in FP8, as a kernel that has no instruction for it makes it of fp32, or of halves.
+void quantize(int e5m2, int halves, const float* value, const float* by, int64_t count, uint8_t* out) {
   by_format(e5m2, [&]<Fp8 F>() {
     for (int64_t i = 0; i < count; ++i) {
-      const Divisor divisor = divisor_for(by[i], std::fabs(value[i]));
-      const bool fast = divisor.inverse != 0.0f;
-      out[i] = static_cast<uint8_t>(to_fp8<F>(fast ? quotient(value[i], divisor) : any_quotient(value[i], divisor)));
+      const float size = std::fabs(value[i]);
+      const Divisor divisor = halves ? short_divisor_for(by[i], size) : divisor_for(by[i], size);
+      const float fast = halves ? short_quotient(value[i], divisor) : quotient(value[i], divisor);
+      out[i] = static_cast<uint8_t>(to_fp8<F>(divisor.inverse != 0.0f ? fast : div(value[i], by[i])));
     }
   });
+}
+
+// How many quotients of 11 bits by 24 that lie closest to an edge, where the FP8 number of a division changes, become
+// another number by short_quotient(). For every significand and every edge the divisors on both sides of it, and every
+// reciprocal that an instruction may give. Of other divisors the quotient is at least 2^-25 of itself away from the edge.
+int64_t wrong_short_quotients(int e5m2, int64_t* tested) {
+  int64_t wrong = 0;
+  *tested = 0;
+  by_format(e5m2, [&]<Fp8 F>() {
+    for (uint32_t code = 0; code < Fp8Format<F>::largest_code; ++code) {
+      const float middle = (from_fp8<F>(code) + from_fp8<F>(code + 1)) / 2;
+      for (const float side : {0.0f, INFINITY}) {
+        const double edge = (static_cast<double>(middle) + std::nextafter(middle, side)) / 2;
+        for (int value = 1024; value < 2048; ++value) {
+          const auto x = static_cast<float>(value), closest = static_cast<float>(value / edge);
+          for (const float by : {std::nextafter(closest, 0.0f), closest, std::nextafter(closest, INFINITY)}) {
+            const uint32_t want = to_fp8<F>(x / by);
+            float near = 1.0f / by;
+            for (int i = 0; i < 3; ++i) near = std::nextafter(near, 0.0f);
+            for (int i = 0; i < 7; ++i, near = std::nextafter(near, INFINITY)) {
+              if (std::fabs(static_cast<double>(near) * by - 1) > 0x1p-23) continue;
+              const Divisor divisor = short_divisor_from(by, near, x);
+              ++*tested;
+              wrong += divisor.inverse == 0.0f || to_fp8<F>(short_quotient(x, divisor)) != want ||
+                       to_fp8<F>(short_quotient(-x, divisor)) != (want | 0x80u);
+            }
+          }
+        }
+      }
+    }
+  });
+  return wrong;
 }
 
 void convert(int e5m2, const float* value, int64_t count, uint8_t* out) {

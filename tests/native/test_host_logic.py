@@ -71,7 +71,12 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         ("sorted_bits", ctypes.c_int, [ctypes.c_int64]),
         ("levels", ctypes.c_int, [ctypes.c_int64, *[ctypes.c_void_p] * 4]),
         ("rows", ctypes.c_int, [ctypes.c_int, *[ctypes.c_void_p] * 3]),
-        ("quantize", None, [ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_void_p]),
+        (
+            "quantize",
+            None,
+            [ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_void_p],
+        ),
+        ("wrong_short_quotients", ctypes.c_int64, [ctypes.c_int, ctypes.c_void_p]),
         ("convert", None, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]),
         ("convert_back", None, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]),
         (
@@ -752,8 +757,11 @@ def test_every_half_divided_by_scales_of_every_size_has_the_bits_of_torchs(nativ
     for scale in (*edges, *scales):
         by = torch.full_like(value, scale)
         got = torch.empty(value.numel(), dtype=torch.uint8)
-        native.quantize(FORMATS.index(dtype), value.data_ptr(), by.data_ptr(), value.numel(), got.data_ptr())
-        assert torch.equal(got, torchs(value / by, dtype)), scale
+        for halves in (False, True):
+            native.quantize(
+                FORMATS.index(dtype), halves, value.data_ptr(), by.data_ptr(), value.numel(), got.data_ptr()
+            )
+            assert torch.equal(got, torchs(value / by, dtype)), (scale, halves)
 
 
 @formats
@@ -769,9 +777,16 @@ def test_quotients_at_the_middle_of_two_fp8_numbers_have_the_bits_of_torchs(nati
         divisor = by.expand_as(neighbour).contiguous()
         got = torch.empty(neighbour.shape, dtype=torch.uint8)
         native.quantize(
-            FORMATS.index(dtype), neighbour.data_ptr(), divisor.data_ptr(), neighbour.numel(), got.data_ptr()
+            FORMATS.index(dtype), False, neighbour.data_ptr(), divisor.data_ptr(), neighbour.numel(), got.data_ptr()
         )
         assert torch.equal(got, torchs(neighbour / divisor, dtype))
+
+
+@formats
+def test_a_quotient_of_eleven_bits_has_the_fp8_number_of_a_division(native, dtype):
+    tested = ctypes.c_int64()
+    assert native.wrong_short_quotients(FORMATS.index(dtype), ctypes.addressof(tested)) == 0
+    assert tested.value > 1_000_000
 
 
 def test_a_quotient_close_to_the_middle_of_two_numbers_is_rounded_as_a_division_rounds_it(native):

@@ -81,8 +81,9 @@ def test_subnormal_values_have_a_finite_scale_and_a_finite_reciprocal_of_it(devi
 
 @formats
 @granularities
-def test_nan_and_infinity_leave_the_others_unharmed(device, granularity, dtype):
-    x = normal(device, 130, 300)
+@pytest.mark.parametrize("of", [torch.float32, torch.float16, torch.bfloat16])
+def test_nan_and_infinity_leave_the_others_unharmed(device, granularity, dtype, of):
+    x = normal(device, 130, 300, dtype=of)
     hole = torch.zeros(130, 300, dtype=torch.bool, device=device)
     hole[::7, ::5] = True
     plain = torch.where(hole, 0.0, x)
@@ -236,6 +237,51 @@ def test_kernels_have_the_bits_of_the_reference_at_every_width(cuda, granularity
     assert served(cuda)
     op = prequal.quantize_fp8.op
     assert op.contract.compare(got, op.reference(x, granularity, dtype)) is None
+
+
+@pytest.mark.gpu
+@formats
+@pytest.mark.parametrize("layout", fp8.LAYOUTS)
+@pytest.mark.parametrize("of", [torch.float32, torch.float16, torch.bfloat16])
+def test_groups_of_any_number_of_rows_have_the_bits_of_the_reference(cuda, dtype, layout, of):
+    op = prequal.quantize_fp8.op
+    for rows in (1, 2, 7, 8, 9, 131):
+        for width in (8, 127, 1024, 1032, 9000, 16384):
+            for gap in (0, 16):
+                x = normal(cuda, rows, width + gap, dtype=of)[:, :width]
+                got = prequal.quantize_fp8(x, "block_1x128", dtype, scale_layout=layout)
+                assert op.contract.compare(got, op.reference(x, "block_1x128", dtype, scale_layout=layout)) is None
+                again = prequal.quantize_fp8(x, "block_1x128", dtype, scale=got[1], scale_layout=layout)
+                assert all(torch.equal(bits(a), bits(b)) for a, b in zip(again, got, strict=True))
+    assert served(cuda)
+
+
+@pytest.mark.gpu
+@formats
+@granularities
+@pytest.mark.parametrize("of", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [127, 300, 1024, 4095, 33_001])
+def test_scales_of_any_size_that_are_given_divide_as_the_reference_divides(cuda, granularity, dtype, of, width):
+    x = normal(cuda, 133, width, dtype=of)
+    shape = fp8.scale_shape(x.shape, granularity, "row")
+    sizes = torch.tensor([1e-30, 0.37, 1e30, 0.0, torch.inf, -2.0, 3e-3, torch.nan, 1.0], device=cuda)
+    op = prequal.quantize_fp8.op
+    for first in range(len(sizes)):
+        place = torch.arange(torch.Size(shape).numel(), device=cuda) + first
+        scale = sizes[place % len(sizes)].reshape(shape)
+        got = prequal.quantize_fp8(x, granularity, dtype, scale=scale)
+        assert torch.equal(bits(got[0]), bits(op.reference(x, granularity, dtype, scale=scale)[0]))
+    assert served(cuda)
+
+
+@pytest.mark.gpu
+def test_more_tiles_than_a_grid_is_high_and_deep_are_reached(cuda):
+    op = prequal.quantize_fp8.op
+    for shape in ((65_537 * 128 + 3, 8), (65_540, 3, 8)):
+        x = normal(cuda, *shape, dtype=torch.bfloat16)
+        got = prequal.quantize_fp8(x, "block_128x128")
+        assert served(cuda)
+        assert op.contract.compare(got, op.reference(x, "block_128x128")) is None
 
 
 @pytest.mark.gpu

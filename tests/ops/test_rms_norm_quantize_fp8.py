@@ -37,33 +37,63 @@ def test_it_is_the_two_ops_one_after_the_other(granularity, dtype):
     assert same(got, prequal.quantize_fp8(y, granularity, torch.float8_e5m2, **named))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("granularity", fp8.BY_ROW)
-@pytest.mark.parametrize("width", [8, 128, 264, 1024, 1032, 2048, 4096, 4104, 8192, 16384])
-def test_whole_words_of_halves_have_the_bits_of_the_two_kernels(cuda, width, granularity, dtype, exact):
-    x, weight = inputs(cuda, dtype, 1201, width)
-    got = prequal.rms_norm_quantize_fp8(x, weight, 1e-5, granularity, exact_rounding=exact)
-    y = prequal.rms_norm(x, weight, 1e-5, exact_rounding=exact)
-    want = prequal.quantize_fp8(y, granularity)
+def check_kernels_one_after_the_other(cuda, x, weight, granularity, **named):
+    got = prequal.rms_norm_quantize_fp8(x, weight, 1e-5, granularity, **named)
+    want = prequal.quantize_fp8(prequal.rms_norm(x, weight, 1e-5, **named), granularity)
     for name in ("rms_norm_quantize_fp8", "rms_norm", "quantize_fp8"):
         assert prequal.stats()[name][str(cuda)]["reference"] == {}
     assert same(got, want)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("granularity", fp8.BY_ROW)
-@pytest.mark.parametrize("width", [1, 4095, 4097, 20_000, 70_001])
-def test_other_rows_keep_the_contract_and_mostly_the_bits(cuda, width, granularity, dtype):
+@pytest.mark.parametrize("width", [8, 128, 264, 1024, 1032, 2048, 2056, 4096, 4104, 8192, 16384, 20_000])
+def test_whole_words_have_the_bits_of_the_two_kernels(cuda, width, granularity, dtype, exact):
+    x, weight = inputs(cuda, dtype, 1201, width)
+    check_kernels_one_after_the_other(cuda, x, weight, granularity, exact_rounding=exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("granularity", fp8.BY_ROW)
+@pytest.mark.parametrize("width", [1, 4095, 4097, 20_001, 70_001])
+def test_other_rows_have_the_bits_of_the_two_kernels(cuda, width, granularity, dtype):
     x, weight = inputs(cuda, dtype, 261, width)
-    got = prequal.rms_norm_quantize_fp8(x, weight, 1e-5, granularity)
-    assert prequal.stats()["rms_norm_quantize_fp8"][str(cuda)]["reference"] == {}
-    op = prequal.rms_norm_quantize_fp8.op
-    want = op.reference(x, weight, 1e-5, granularity)
-    assert op.contract.compare(got, want) is None
-    assert (bits(got[0]) == bits(want[0])).float().mean() > 0.95
+    check_kernels_one_after_the_other(cuda, x, weight, granularity)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_of", ["float32", "none"])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("granularity", fp8.BY_ROW)
+@pytest.mark.parametrize("width", [264, 1032, 4096, 8192])
+def test_every_weight_gives_the_bits_of_the_two_kernels(cuda, width, granularity, offset, weight_of):
+    x, weight = inputs(cuda, torch.bfloat16, 301, width)
+    weight = weight.float() if weight_of == "float32" else None
+    for exact in (False, True):
+        check_kernels_one_after_the_other(cuda, x, weight, granularity, weight_offset=offset, exact_rounding=exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granularity", fp8.BY_ROW)
+def test_an_offset_of_the_weight_gives_the_bits_of_the_two_kernels(cuda, granularity):
+    for width in (264, 1032, 4096, 8192):
+        x, weight = inputs(cuda, torch.bfloat16, 301, width)
+        for exact in (False, True):
+            check_kernels_one_after_the_other(cuda, x, weight, granularity, weight_offset=1.0, exact_rounding=exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("granularity", fp8.BY_ROW)
+def test_nan_and_infinity_have_the_bits_of_the_two_kernels(cuda, granularity, dtype):
+    for width in (264, 1032, 4096, 8192, 4095):
+        x, weight = inputs(cuda, dtype, 5, width)
+        x[0, 3], x[1, 5], x[2] = torch.nan, torch.inf, 0.0
+        weight[7] = torch.inf
+        check_kernels_one_after_the_other(cuda, x, weight, granularity)
 
 
 @pytest.mark.gpu

@@ -80,8 +80,8 @@ def fused_add_rms_norm_quantize_fp8(
         scale: as of quantize_fp8.
         new_residual: [..., H], contiguous, of x's dtype: the sum, rounded once.
 
-    What is quantised is the norm of new_residual as fused_add_rms_norm rounds it; when its bits are those of the
-    kernels one after the other is as of rms_norm_quantize_fp8.
+    What is quantised is the norm of new_residual as fused_add_rms_norm rounds it, to the bit of the kernels one after
+    the other; which rows go through memory is as of rms_norm_quantize_fp8.
 
     There is no gradient: all results are detached.
 

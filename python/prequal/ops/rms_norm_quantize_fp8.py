@@ -75,10 +75,10 @@ def rms_norm_quantize_fp8(
         q: [..., H], contiguous, of `dtype`.
         scale: as of quantize_fp8.
 
-    What is quantised is the result of rms_norm as that rounds it, to x's dtype. Of float16 and bfloat16, where rows are
-    made of 16-byte words and have at most 16,384 columns, the kernel sums a row in the order of rms_norm's kernel, and
-    the results have the bits of rms_norm's and quantize_fp8's kernels one after the other. Of other rows the sum is
-    taken in another order, and the last bit of a normalised value may differ from rms_norm's.
+    What is quantised is the result of rms_norm as that rounds it, to x's dtype. The kernels sum a row in the order of
+    rms_norm's kernel, and the results have the bits of rms_norm's and quantize_fp8's kernels one after the other. Where
+    rows are made of 16-byte words and have at most 16,384 columns (of float32 8,192), nothing but the results is
+    written; of other rows the normalised values go through memory of x's size, by two kernels.
 
     There is no gradient: both results are detached.
 
