@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pathlib
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 import prequal
 from prequal import runtime_state as state
-from prequal.registry import OPS
+from prequal.registry import OPS, Op
 from prequal.runtime.gate import Qualification, now
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
@@ -28,10 +29,40 @@ def why_no_gpu() -> str | None:
     )
 
 
+LARGE = 30  # what a test of many GiB takes, in tests of a sample
+
+
+def shares(items: list[pytest.Item], shards: int) -> list[list[pytest.Item]]:
+    """The tests of each shard. Those that go through an op's samples stay together, since a shard that has one of them
+    makes all of that op's samples; so do the large ones, which would not fit side by side."""
+    together: dict[str, list[pytest.Item]] = {}
+    apart: list[pytest.Item] = []
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if item.get_closest_marker("large"):
+            together.setdefault("large", []).append(item)
+        elif "op" in params and "name" in params:
+            together.setdefault(params["op"].name, []).append(item)
+        else:
+            apart.append(item)
+    weights = {name: len(group) * (LARGE if name == "large" else 1) for name, group in together.items()}
+    found: list[list[pytest.Item]] = [[] for _ in range(shards)]
+    load = [0] * shards
+    for group, weight in [
+        *((together[name], weights[name]) for name in sorted(together, key=lambda name: -weights[name])),
+        *(([item], 1) for item in apart),
+    ]:
+        least = load.index(min(load))
+        found[least] += group
+        load[least] += weight
+    return found
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k have made their choice
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if shard := os.environ.get("PREQUAL_TEST_SHARD"):  # "0/4": the first of four that the GPU lane runs side by side
         mine, shards = (int(part) for part in shard.split("/"))
-        items[:] = items[mine::shards]
+        items[:] = shares(items, shards)[mine]
     reason = why_no_gpu() if any(item.get_closest_marker("gpu") for item in items) else None
     if reason is None:
         return
@@ -110,13 +141,23 @@ def fresh_state(caplog: pytest.LogCaptureFixture):
     state.gate.unqualify()
 
 
+def qualify_unseen(ops: Iterable[Op]) -> None:
+    """What a qualification would find, the tests that ask for this find themselves."""
+    for op in ops:
+        for index in state.gate.host.devices():
+            state.gate.record(op.name, index, Qualification("the tests", now()))
+
+
 @pytest.fixture
 def bitwise_paths_serve(fresh_state: None) -> None:
-    """Which they do only once they are qualified. What a qualification finds, the tests that ask for this find
-    themselves."""
-    for op in OPS.values():
-        for index in state.gate.host.devices() if op.contract.kind == "bitwise" else ():
-            state.gate.record(op.name, index, Qualification("the tests", now()))
+    """Which they do only once they are qualified."""
+    qualify_unseen(op for op in OPS.values() if op.contract.kind == "bitwise")
+
+
+@pytest.fixture
+def paths_serve(fresh_state: None) -> None:
+    """At once: else every test begins with the self-test of its op's first use, thousands of times the same."""
+    qualify_unseen(OPS.values())
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,10 @@ EVERY_SAMPLE = [pytest.param(op, s.name, id=f"{name}-{s.name}") for name, op in 
 every_op = pytest.mark.parametrize("op", EVERY_OP)
 every_functional_op = pytest.mark.parametrize("op", [p for p in EVERY_OP if not p.values[0].mutates])
 every_writing_op = pytest.mark.parametrize("op", [p for p in EVERY_OP if p.values[0].mutates])
-every_sample = pytest.mark.parametrize(("op", "name"), EVERY_SAMPLE)
+
+
+def every_sample(function):
+    return pytest.mark.usefixtures("paths_serve")(pytest.mark.parametrize(("op", "name"), EVERY_SAMPLE)(function))
 
 
 @functools.lru_cache(maxsize=1)

@@ -137,6 +137,7 @@ def test_memory_beyond_inputs_and_gradients_is_the_workspace(sums, cuda):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.parametrize("sums", [None, torch.float32])
 def test_the_default_workspace_is_no_more_than_the_weights_gradient_or_what_its_sums_need(sums, cuda):
     """Sums in float32 have the logits where the narrow gradient is made at the end."""

@@ -76,6 +76,7 @@ def test_scaling_multiplies_and_leaves_what_a_factor_of_one_would(device, factor
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_rows_past_2_31_logits_are_those_rows(cuda):
     classes, rows = 131_077, 16_400  # 2^31 logits are 16,383.4 rows
     if torch.cuda.mem_get_info()[0] < 12 * 2**30:

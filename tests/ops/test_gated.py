@@ -156,6 +156,7 @@ def test_only_the_inputs_are_saved_for_the_gradient(device, name, form):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @every_form
 def test_elements_past_two_to_the_31_are_reached(cuda, name, form):
     rows, width = 2**20 + 3, 2051

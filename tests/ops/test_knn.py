@@ -968,6 +968,7 @@ def test_many_segments_agree_with_the_reference_bit_for_bit(cuda, k):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_an_answer_of_more_than_two_to_the_31_neighbours(cuda):
     n, k = 2**31 // 128 + 1000, 128
     free, _ = torch.cuda.mem_get_info(cuda)

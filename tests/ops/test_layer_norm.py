@@ -104,6 +104,7 @@ def test_the_gradient_of_many_rows_is_deterministic_and_right(cuda, width):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_rows_past_two_to_the_31_elements_are_reached(cuda):
     rows, width = (2**31 // 4095) + 3, 4095
     if torch.cuda.mem_get_info()[0] < 3 * rows * width * 2:

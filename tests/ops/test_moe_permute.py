@@ -142,6 +142,7 @@ def test_more_choices_than_int32_numbers_are_an_error_before_anything_is_made(de
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_rows_beyond_two_to_the_31_elements_are_moved(cuda):
     """8,192 tokens of 8 choices and 36,000 columns: 2.4e9 elements of xp."""
     x, chosen, counts = inputs(cuda, 8192, 8, 64, 36_000, torch.bfloat16)

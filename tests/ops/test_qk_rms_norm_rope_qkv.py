@@ -202,6 +202,7 @@ def test_the_gradient_of_many_tokens_is_deterministic_and_right(cuda, tokens, he
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_elements_past_two_to_the_31_are_reached(cuda):
     tokens = 2**31 // (3 * 16 * 64) + 5
     if torch.cuda.mem_get_info()[0] < 2 * tokens * 3 * 16 * 64 * 2:

@@ -333,6 +333,7 @@ def test_a_side_stream_is_where_it_runs(cuda, granularity):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.parametrize("granularity", ["tensor", "token", "block_1x128", "block_128x128"])
 def test_rows_past_two_to_the_31_elements_are_reached(cuda, granularity):
     rows, width = (2**31 // 4096) + 128, 4096

@@ -198,6 +198,7 @@ def test_nothing_beside_a_ragged_row_is_written(cuda):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_rows_past_two_to_the_31_elements_are_reached(cuda):
     rows, width = (2**31 // 4096) + 3, 4096
     if torch.cuda.mem_get_info()[0] < 3 * rows * width * 2:

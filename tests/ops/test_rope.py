@@ -173,6 +173,7 @@ def test_tables_have_gradients_by_the_reference():
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_elements_past_two_to_the_31_are_reached(cuda):
     tokens = 2**31 // (32 * 128) + 5
     if torch.cuda.mem_get_info()[0] < 3 * tokens * 40 * 128 * 2:

@@ -160,6 +160,7 @@ def test_the_gradient_of_many_tokens_is_deterministic_and_right(cuda, order, bat
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_rows_past_two_to_the_31_elements_are_reached(cuda):
     tokens, width = (2**31 // 1024) + 3, 1024
     if torch.cuda.mem_get_info()[0] < 3 * tokens * width * 2:
