@@ -185,6 +185,9 @@ NB_MODULE(_native, m) {
   def<ops::moe_permute>(m, "moe_permute", {"x", "experts", "counts", "capacity"});
   def<ops::moe_unpermute>(m, "moe_unpermute", {"yp", "row_map", "weights"});
   def<ops::moe_unpermute_backward>(m, "moe_unpermute_backward", {"grad", "yp", "row_map", "weights", "weights_grad"});
+  def<ops::viterbi_decode>(m, "viterbi_decode",
+                           {"log_emissions", "log_transitions", "log_initial", "lengths", "end_scores",
+                            "transitions_per", "band", "return_score"});
 
   m.def("ops", [] {
     nb::list all;

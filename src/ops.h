@@ -191,4 +191,11 @@ std::tuple<Buffer, Buffer> moe_unpermute_backward(const Context&, const Tensor& 
                                                   const Tensor& row_map, const std::optional<Tensor>& weights,
                                                   bool weights_grad);
 
+// src/ops/viterbi_decode.cu
+std::tuple<Buffer, Buffer> viterbi_decode(const Context&, const Tensor& log_emissions, const Tensor& log_transitions,
+                                          const std::optional<Tensor>& log_initial,
+                                          const std::optional<Tensor>& lengths, const std::optional<Tensor>& end_scores,
+                                          const std::string& transitions_per, const std::optional<int64_t>& band,
+                                          bool return_score);
+
 }  // namespace prequal::ops

@@ -1,0 +1,517 @@
+// paths [B, T]: the best path through the states of log_emissions [B, T, S] under log_transitions, and its score [B].
+// Up to 32 states 8 or 32 lanes own a sequence: scores in registers, moved by shuffles. Else a block does, in shared memory.
+// The same launch walks back: the state that each came from waits in a workspace, [B, T, S] bytes or 16-bit integers.
+// Bytes: B T S sizeof(T) and the transitions read, B T 8 and B 4 written; the workspace is written and read once more.
+// Numerics: fp32, max(score + transition) + emission: two roundings a step, as the reference has them. NaN never wins.
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+
+#include "ops.h"
+#include "prequal/dispatch.h"
+#include "prequal/host_device.h"
+#include "prequal/launch.h"
+#include "prequal/vec.cuh"
+
+namespace prequal::ops {
+namespace {
+
+struct Unit : FileOf<"viterbi_decode"> {};
+
+constexpr int64_t most_states = 2048, most_steps = int64_t{1} << 30;
+constexpr int few_states = 32;         // a warp holds them
+constexpr int few_threads = 32;        // sequences do not wait for each other's blocks
+constexpr int many_threads = 1024;     // of the block that owns a sequence
+constexpr int few_chunk = 4096;        // bytes of origins that a warp walks back over at a time
+constexpr int many_chunk = 32 * 1024;  // of a block: 8 steps of 2,048 states
+constexpr int fixed_shared = 1024;     // what a block has besides: 16 bytes of the kernel
+constexpr unsigned whole_warp = 0xffffffffu;
+constexpr float lowest = -INFINITY;
+
+__device__ __forceinline__ float value_at(const void* from, DType dtype, int64_t place) {
+  if (dtype == DType::f32) return static_cast<const float*>(from)[place];
+  if (dtype == DType::bf16) return to_float(static_cast<const __nv_bfloat16*>(from)[place]);
+  return to_float(static_cast<const __half*>(from)[place]);
+}
+
+// What is added at the first or at the last step.
+struct Ends {
+  const void* at;  // [S], [B, S] or null
+  DType dtype;
+  int64_t batch_stride, state_stride;
+
+  __device__ __forceinline__ float operator()(int64_t sequence, int state) const {
+    return at ? value_at(at, dtype, sequence * batch_stride + state * state_stride) : 0.0f;
+  }
+};
+
+struct Decode {
+  const void* emissions;  // [B, T, S]
+  DType dtype;
+  int64_t batch_stride, step_stride, state_stride;
+  const void* moves;  // [S, S], [B, S, S] or [T, S, S]
+  DType moves_dtype;
+  int64_t sequence_stride, matrix_stride;  // of moves, from sequence to sequence and from step to step; 0: the same
+  int64_t from_stride, to_stride;
+  Ends first, last;
+  const void* lengths;  // [B] or null
+  bool wide;            // int64, else int32
+  int64_t length_stride;
+  int64_t batch;
+  int steps, states, band;
+  int64_t rows;    // a sequence's (a warp's) in the workspace: that of step t is t - 1
+  void* origins;   // [B, rows, S]
+  int64_t* paths;  // [B, T]
+  float* scores;   // [B] or null
+
+  __device__ __forceinline__ int length_of(int64_t sequence) const {
+    if (!lengths) return steps;
+    const int64_t place = sequence * length_stride;
+    const int64_t said =
+        wide ? static_cast<const int64_t*>(lengths)[place] : static_cast<const int32_t*>(lengths)[place];
+    return static_cast<int>(min(max(said, int64_t{0}), static_cast<int64_t>(steps)));
+  }
+};
+
+// ---- up to 32 states ---------------------------------------------------------------------------------------------
+
+// `States` places for states, the last of them perhaps empty; the states that a state may come from go to `Parts` lanes.
+template <int States, int Parts>
+struct Few {
+  static constexpr int lanes = States * Parts;           // of a sequence
+  static constexpr int sequences = few_threads / lanes;  // of a warp
+  static constexpr int each = States / Parts;            // candidates of a lane
+  static constexpr int row = States * sequences;         // bytes of a step
+  static constexpr int chunk = few_chunk / row;          // steps
+  // Emissions in flight a lane: 8 steps ahead, of 32 candidates 4, where a step takes longer.
+  static constexpr int ahead = each > 8 ? 4 : 8;
+  // Whole chunks, and room for what the last round of `ahead` steps writes behind the end.
+  static constexpr int64_t rows(int64_t steps) { return (steps + ahead + chunk - 1) / chunk * chunk; }
+};
+
+// A tree: its depth is what a step waits for. fmaxf takes the other one of a NaN.
+template <int N>
+__device__ __forceinline__ float greatest(const float (&value)[N]) {
+  if constexpr (N == 1) {
+    return value[0];
+  } else {
+    float half[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) half[i] = fmaxf(value[i], value[i + N / 2]);
+    return greatest(half);
+  }
+}
+
+template <class T, int States, int Parts>
+__global__ void __launch_bounds__(few_threads) few_kernel(Decode a) {
+  using Of = Few<States, Parts>;
+  static_assert(Parts == 1 || Parts == 2);
+  const int lane = threadIdx.x % Of::lanes, group = threadIdx.x / Of::lanes;
+  const int state = lane % States, part = lane / States;
+  const int64_t asked = static_cast<int64_t>(blockIdx.x) * Of::sequences + group;
+  const bool there = asked < a.batch;
+  const int64_t sequence = there ? asked : 0;
+  const int length = there ? a.length_of(sequence) : 0;
+  const int longest = __reduce_max_sync(whole_warp, length);
+  const bool real = state < a.states;
+
+  float move[Of::each];
+#pragma unroll
+  for (int i = 0; i < Of::each; ++i) {
+    const int from = part * Of::each + i;
+    move[i] = lowest;
+    if (real && from < a.states && abs(from - state) <= a.band) {
+      move[i] =
+          value_at(a.moves, a.moves_dtype, sequence * a.sequence_stride + from * a.from_stride + state * a.to_stride);
+    }
+  }
+
+  const T* emission = static_cast<const T*>(a.emissions) + sequence * a.batch_stride + state * a.state_stride;
+  const auto emission_at = [&](int step) {
+    return real && step < length ? emission[step * a.step_stride] : from_float<T>(0.0f);
+  };
+  float score = lowest;
+  if (real && length > 0) score = add(to_float(emission[0]), a.first(sequence, state));
+
+  uint8_t* origins = static_cast<uint8_t*>(a.origins) + blockIdx.x * a.rows * Of::row;
+  uint8_t* to = origins + group * States + state;
+  T held[Of::ahead];
+#pragma unroll
+  for (int i = 0; i < Of::ahead; ++i) held[i] = emission_at(1 + i);
+#pragma unroll 1
+  for (int first = 1; first < longest; first += Of::ahead) {
+    T next[Of::ahead];
+#pragma unroll
+    for (int i = 0; i < Of::ahead; ++i) next[i] = emission_at(first + Of::ahead + i);
+#pragma unroll
+    for (int i = 0; i < Of::ahead; ++i) {
+      float candidate[Of::each];
+#pragma unroll
+      for (int c = 0; c < Of::each; ++c) {
+        candidate[c] = add(__shfl_sync(whole_warp, score, part * Of::each + c, Of::lanes), move[c]);
+      }
+      const float mine = greatest(candidate);
+      const float other = Parts == 2 ? __shfl_xor_sync(whole_warp, mine, States) : lowest;
+      const float after = add(Parts == 2 ? fmaxf(mine, other) : mine, to_float(held[i]));
+      if (first + i < length) score = after;
+
+      // No later step waits for what follows: of equal candidates the lowest, of equal halves the lower.
+      int origin = part * Of::each;
+      if (mine > lowest) {
+#pragma unroll
+        for (int c = Of::each - 1; c >= 0; --c) origin = candidate[c] == mine ? part * Of::each + c : origin;
+      }
+      const float of_mine = fmaxf(mine, lowest), of_other = fmaxf(other, lowest);
+      const bool wins = part == 0 ? of_mine >= of_other : of_mine > of_other;
+      if (wins) *to = static_cast<uint8_t>(origin);
+      to += Of::row;
+    }
+#pragma unroll
+    for (int i = 0; i < Of::ahead; ++i) held[i] = next[i];
+  }
+
+  float best = real ? fmaxf(add(score, a.last(sequence, state)), lowest) : lowest;
+  int at = state;
+#pragma unroll
+  for (int step = States / 2; step > 0; step /= 2) {
+    const float value = __shfl_xor_sync(whole_warp, best, step);
+    const int place = __shfl_xor_sync(whole_warp, at, step);
+    if (value > best || (value == best && place < at)) best = value, at = place;
+  }
+  if (there && a.scores && lane == 0) a.scores[sequence] = length > 0 ? best : 0.0f;
+
+  // Back: all lanes of a sequence walk alike, each keeps the state of one step, and they are written together.
+  __shared__ uint4 words[few_chunk / 16];
+  const auto* bytes = reinterpret_cast<const uint8_t*>(words) + group * States;
+  int64_t* path = a.paths + sequence * a.steps;
+  int kept = -1;
+  const auto put = [&](int step) {
+    if (step % Of::lanes == lane && step < length) kept = at;
+    if (step % Of::lanes != 0) return;
+    if (there && step + lane < a.steps) path[step + lane] = kept;
+    kept = -1;
+  };
+  constexpr int words_a_lane = few_chunk / 16 / few_threads;
+  const int64_t written = static_cast<int64_t>(max(longest - 1, 0)) * (Of::row / 16);
+  uint4 raw[words_a_lane];
+  const auto load_chunk = [&](int chunk) {
+#pragma unroll
+    for (int i = 0; i < words_a_lane; ++i) {
+      const int64_t place = static_cast<int64_t>(chunk) * (few_chunk / 16) + i * few_threads + threadIdx.x;
+      raw[i] = place < written ? reinterpret_cast<const uint4*>(origins)[place] : uint4{};
+    }
+  };
+  __syncwarp();  // origins are those of other lanes
+  const int chunks = longest > 1 ? (longest - 2) / Of::chunk + 1 : 0;
+  if (chunks > 0) load_chunk(chunks - 1);
+#pragma unroll 1
+  for (int chunk = chunks - 1; chunk >= 0; --chunk) {
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < words_a_lane; ++i) words[i * few_threads + threadIdx.x] = raw[i];
+    __syncwarp();
+    if (chunk > 0) load_chunk(chunk - 1);
+    const int last = min(longest - 2, chunk * Of::chunk + Of::chunk - 1);
+#pragma unroll 4
+    for (int row = last; row >= chunk * Of::chunk; --row) {
+      put(row + 1);
+      if (row + 1 < length) at = bytes[row % Of::chunk * Of::row + at];
+    }
+  }
+  if (longest > 0) put(0);
+  const int rest = (longest + Of::lanes - 1) / Of::lanes * Of::lanes;
+  for (int step = rest + lane; there && step < a.steps; step += Of::lanes) path[step] = -1;
+}
+
+template <class T, int States, int Parts>
+void run_few(const Context& context, Decode& a) {
+  using Of = Few<States, Parts>;
+  const int64_t blocks = (a.batch + Of::sequences - 1) / Of::sequences;
+  a.rows = Of::rows(a.steps);
+  const Buffer origins = context.empty({blocks, a.rows, Of::row}, DType::u8);
+  a.origins = origins.as<void>();
+  launch<few_kernel<T, States, Parts>>(context, dim3(static_cast<unsigned>(blocks)), dim3(few_threads), a);
+}
+
+// ---- more states, and matrices that change from step to step ------------------------------------------------------
+
+// How the states of a block's sequence lie over its threads, and what its shared memory holds.
+struct Layout {
+  int width;         // threads of a part: the states, in whole warps, 1,024 at most
+  int parts;         // of the states that a state may come from
+  int slice;         // states of a part
+  int origin_rows;   // steps that are walked back over at a time
+  bool staged;       // transitions stand in shared memory
+  int shared_bytes;  // scores twice, what the parts found, then transitions or, later, origins
+};
+
+constexpr int pairs_of(int parts, int width) { return parts > 1 ? parts * width : 0; }
+
+inline Layout layout_of(int states, bool stationary, int shared_bytes) {
+  Layout layout{};
+  layout.width = std::min(whole_warps(states), many_threads);
+  layout.parts = many_threads / layout.width;
+  layout.slice = (states + layout.parts - 1) / layout.parts;
+  const int kept = 2 * states * 4 + pairs_of(layout.parts, layout.width) * 8;
+  layout.staged = stationary && kept + int64_t{4} * states * states <= shared_bytes;
+  const int area = std::max(layout.staged ? 4 * states * states : 0, many_chunk);
+  layout.origin_rows = area / (2 * states);
+  layout.shared_bytes = kept + area;
+  return layout;
+}
+
+template <class W, bool staged>
+__global__ void __launch_bounds__(many_threads) many_kernel(Decode a, Layout layout) {
+  extern __shared__ float shared[];
+  __shared__ int at_the_end;
+  const int pairs = layout.parts > 1 ? layout.parts * layout.width : 0;
+  float* scores = shared;                                 // [2, S]
+  float* found = scores + 2 * a.states;                   // [parts, width]
+  int* found_at = reinterpret_cast<int*>(found + pairs);  // [parts, width]
+  float* area = reinterpret_cast<float*>(found_at + pairs);
+  const int64_t sequence = blockIdx.x;
+  const int length = a.length_of(sequence);
+  const int part = threadIdx.x / layout.width, lane = threadIdx.x % layout.width;
+  const auto emission_at = [&](int step, int state) {
+    return value_at(a.emissions, a.dtype, sequence * a.batch_stride + step * a.step_stride + state * a.state_stride);
+  };
+
+  if constexpr (staged) {
+    const int64_t origin = sequence * a.sequence_stride;
+    for (int i = threadIdx.x; i < a.states * a.states; i += many_threads) {
+      area[i] = value_at(a.moves, a.moves_dtype, origin + i / a.states * a.from_stride + i % a.states * a.to_stride);
+    }
+  }
+  if (length > 0) {
+    for (int state = threadIdx.x; state < a.states; state += many_threads) {
+      scores[state] = add(emission_at(0, state), a.first(sequence, state));
+    }
+  }
+  __syncthreads();
+
+  auto* origins = static_cast<uint16_t*>(a.origins) + sequence * a.rows * a.states;
+#pragma unroll 1
+  for (int step = 1; step < length; ++step) {
+    const float* before = scores + (step - 1) % 2 * a.states;
+    float* after = scores + step % 2 * a.states;
+    const W* moves = static_cast<const W*>(a.moves) + sequence * a.sequence_stride + step * a.matrix_stride;
+    float best = lowest;
+    int at = 0;
+    const auto search = [&](int state) {
+      best = lowest, at = 0;
+      const int begin = max(part * layout.slice, state - a.band);
+      const int end = min(min((part + 1) * layout.slice, a.states), state + a.band + 1);
+#pragma unroll 8
+      for (int from = begin; from < end; ++from) {
+        float move;
+        if constexpr (staged) {
+          move = area[from * a.states + state];
+        } else {
+          move = to_float(moves[from * a.from_stride + state * a.to_stride]);
+        }
+        const float candidate = add(before[from], move);
+        if (candidate > best) best = candidate, at = from;
+      }
+    };
+    const auto settle = [&](int state, float emission) {
+      after[state] = add(best, emission);
+      origins[static_cast<int64_t>(step - 1) * a.states + state] = static_cast<uint16_t>(at);
+    };
+    if (layout.parts > 1) {  // then a thread of a part has one state at most
+      const bool mine = part < layout.parts && lane < a.states;
+      const float emission = mine && part == 0 ? emission_at(step, lane) : 0.0f;
+      if (mine) {
+        search(lane);
+        found[threadIdx.x] = best, found_at[threadIdx.x] = at;
+      }
+      __syncthreads();
+      if (mine && part == 0) {
+        for (int i = 1; i < layout.parts; ++i) {
+          const int place = i * layout.width + lane;
+          if (found[place] > best) best = found[place], at = found_at[place];
+        }
+        settle(lane, emission);
+      }
+    } else {
+      for (int state = threadIdx.x; state < a.states; state += many_threads) {
+        const float emission = emission_at(step, state);
+        search(state);
+        settle(state, emission);
+      }
+    }
+    __syncthreads();
+  }
+
+  if (threadIdx.x < 32) {
+    float best = lowest;
+    int at = threadIdx.x;
+    for (int state = threadIdx.x; state < a.states && length > 0; state += 32) {
+      const float score = add(scores[(length - 1) % 2 * a.states + state], a.last(sequence, state));
+      if (score > best) best = score, at = state;
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      const float value = __shfl_xor_sync(whole_warp, best, step);
+      const int place = __shfl_xor_sync(whole_warp, at, step);
+      if (value > best || (value == best && place < at)) best = value, at = place;
+    }
+    if (threadIdx.x == 0) {
+      at_the_end = at;
+      if (a.scores) a.scores[sequence] = length > 0 ? best : 0.0f;
+    }
+  }
+
+  // Back: the block brings rows of origins, one thread walks over them.
+  auto* rows = reinterpret_cast<uint16_t*>(area);  // [origin_rows, S]
+  int64_t* path = a.paths + sequence * a.steps;
+  __syncthreads();
+  int at = at_the_end;
+#pragma unroll 1
+  for (int end = length - 1; end > 0; end -= layout.origin_rows) {
+    const int begin = max(end - layout.origin_rows, 0);  // rows begin to end - 1, of the steps behind them
+    const int count = (end - begin) * a.states;
+    const uint16_t* source = origins + static_cast<int64_t>(begin) * a.states;
+    for (int i = threadIdx.x; i < count; i += many_threads) rows[i] = source[i];
+    __syncthreads();
+    if (threadIdx.x == 0) {
+#pragma unroll 4
+      for (int row = end - 1; row >= begin; --row) {
+        path[row + 1] = at;
+        at = rows[(row - begin) * a.states + at];
+      }
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0 && length > 0) path[0] = at;
+  for (int64_t step = length + static_cast<int64_t>(threadIdx.x); step < a.steps; step += many_threads) path[step] = -1;
+}
+
+template <class W, bool staged>
+void run_many(const Context& context, Decode& a, const Layout& layout) {
+  a.rows = std::max(a.steps - 1, 1);
+  const Buffer origins = context.empty({a.batch, a.rows, a.states}, DType::i16);
+  a.origins = origins.as<void>();
+  const dim3 grid(static_cast<unsigned>(a.batch));
+  launch_with_shared<many_kernel<W, staged>>(context, grid, dim3(many_threads), layout.shared_bytes, a, layout);
+}
+
+// ---- what a right call is ----------------------------------------------------------------------------------------
+
+void is_floating(const char* argument, const Tensor& x) {
+  const bool floating = x.dtype <= DType::f64;
+  if (!floating && x.dtype != DType::other) wrong_type(argument, "a floating dtype", name_of(x.dtype));
+}
+
+bool serves(DType dtype) { return dtype == DType::f32 || dtype == DType::f16 || dtype == DType::bf16; }
+
+// [S] or [B, S].
+Ends ends_of(const char* argument, const std::optional<Tensor>& x, int64_t batch, int64_t states) {
+  if (!x) return {};
+  const bool one = x->rank == 1 && x->shape[0] == states;
+  if (!one && !(x->rank == 2 && x->shape[0] == batch && x->shape[1] == states)) {
+    const std::string of = std::to_string(states);
+    wrong_value(argument, "shape [" + of + "] or [" + std::to_string(batch) + ", " + of + "]", shape_of(*x));
+  }
+  return {x->data, x->dtype, one ? 0 : x->stride[0], x->stride[x->rank - 1]};
+}
+
+enum class Per { all, sequence, step };
+
+Per whose(const Tensor& moves, int64_t batch, int64_t steps, int64_t states, const std::string& per) {
+  const auto text = [](int64_t size) { return std::to_string(size); };
+  const std::string matrix = text(states) + ", " + text(states) + "]";
+  const bool square = moves.rank >= 2 && moves.shape[moves.rank - 2] == states && moves.shape[moves.rank - 1] == states;
+  if (moves.rank == 2) {
+    if (!square) wrong_value("log_transitions", "shape [" + matrix, shape_of(moves));
+    return Per::all;
+  }
+  const bool sequences = per != "step", each_step = per != "sequence";
+  const bool fits =
+      moves.rank == 3 && ((sequences && moves.shape[0] == batch) || (each_step && moves.shape[0] == steps));
+  if (!square || !fits) {
+    const std::string first = per == "sequence" ? "shape [" + text(batch)
+                              : per == "step"   ? "shape [" + text(steps)
+                                                : "shape [" + matrix + ", [" + text(batch) + " or " + text(steps);
+    wrong_value("log_transitions", first + ", " + matrix, shape_of(moves));
+  }
+  if (per == "auto" && batch == steps) {
+    wrong_value("transitions_per", "'sequence' or 'step' where B and T are both " + text(batch), "'" + per + "'");
+  }
+  return sequences && moves.shape[0] == batch ? Per::sequence : Per::step;
+}
+
+}  // namespace
+
+std::tuple<Buffer, Buffer> viterbi_decode(const Context& context, const Tensor& log_emissions /*[B, T, S]*/,
+                                          const Tensor& log_transitions /*[S, S], [B, S, S] or [T, S, S]*/,
+                                          const std::optional<Tensor>& log_initial /*[S] or [B, S]*/,
+                                          const std::optional<Tensor>& lengths /*[B]*/,
+                                          const std::optional<Tensor>& end_scores /*[S] or [B, S]*/,
+                                          const std::string& transitions_per, const std::optional<int64_t>& band,
+                                          bool return_score) {
+  const Tensor& x = log_emissions;
+  if (band && (*band < 0 || *band > INT32_MAX)) wrong_value("band", "0 to 2147483647", std::to_string(*band));
+  is_floating("log_emissions", x);
+  is_floating("log_transitions", log_transitions);
+  if (log_initial) is_floating("log_initial", *log_initial);
+  if (end_scores) is_floating("end_scores", *end_scores);
+  if (transitions_per != "auto" && transitions_per != "sequence" && transitions_per != "step") {
+    wrong_value("transitions_per", "'auto', 'sequence' or 'step'", "'" + transitions_per + "'");
+  }
+  if (x.rank != 3 || x.shape[2] == 0) wrong_value("log_emissions", "shape [B, T, S], S from 1", shape_of(x));
+  const int64_t batch = x.shape[0], steps = x.shape[1], states = x.shape[2];
+  const Per per = whose(log_transitions, batch, steps, states, transitions_per);
+
+  Decode a{};
+  a.first = ends_of("log_initial", log_initial, batch, states);
+  a.last = ends_of("end_scores", end_scores, batch, states);
+  if (lengths) {
+    if (lengths->dtype != DType::i32 && lengths->dtype != DType::i64) {
+      wrong_type("lengths", "int32 or int64", name_of(lengths->dtype));
+    }
+    if (lengths->rank != 1 || lengths->shape[0] != batch) {
+      wrong_value("lengths", "shape [" + std::to_string(batch) + "]", shape_of(*lengths));
+    }
+    a.lengths = lengths->data, a.wide = lengths->dtype == DType::i64, a.length_stride = lengths->stride[0];
+  }
+  if (states > most_states || steps > most_steps || batch > INT32_MAX) throw Refused{"size"};
+  const bool served = serves(log_transitions.dtype) && (!log_initial || serves(log_initial->dtype)) &&
+                      (!end_scores || serves(end_scores->dtype));
+  if (!served) throw Refused{"dtype"};
+  dispatch(x.dtype, Floats{}, [&]<class T>() {});
+
+  Buffer paths = context.empty({batch, steps}, DType::i64),
+         scores = context.empty({return_score ? batch : 0}, DType::f32);
+  if (batch > 0) {
+    a.emissions = x.data, a.dtype = x.dtype;
+    a.batch_stride = x.stride[0], a.step_stride = x.stride[1], a.state_stride = x.stride[2];
+    const Tensor& moves = log_transitions;
+    a.moves = moves.data, a.moves_dtype = moves.dtype;
+    a.sequence_stride = per == Per::sequence ? moves.stride[0] : 0;
+    a.matrix_stride = per == Per::step ? moves.stride[0] : 0;
+    a.from_stride = moves.stride[moves.rank - 2], a.to_stride = moves.stride[moves.rank - 1];
+    a.batch = batch, a.steps = static_cast<int>(steps), a.states = static_cast<int>(states);
+    a.band = static_cast<int>(std::min(band.value_or(states), states));
+    a.paths = paths.as<int64_t>(), a.scores = return_score ? scores.as<float>() : nullptr;
+    if (states <= few_states && per != Per::step) {
+      dispatch(x.dtype, Floats{}, [&]<class T>() {
+        if (states <= 8) return run_few<T, 8, 1>(context, a);
+        if (states <= 16) return run_few<T, 16, 2>(context, a);
+        run_few<T, 32, 1>(context, a);
+      });
+    } else {
+      const Layout layout = layout_of(a.states, per != Per::step, shared_memory(context).block - fixed_shared);
+      if (layout.staged) {
+        run_many<float, true>(context, a, layout);
+      } else {
+        dispatch(moves.dtype, Floats{}, [&]<class W>() { run_many<W, false>(context, a, layout); });
+      }
+    }
+  }
+  return {std::move(paths), std::move(scores)};
+}
+
+}  // namespace prequal::ops
