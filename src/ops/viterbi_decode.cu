@@ -129,18 +129,21 @@ __global__ void __launch_bounds__(few_threads) few_kernel(Decode a) {
     }
   }
 
-  const T* emission = static_cast<const T*>(a.emissions) + sequence * a.batch_stride + state * a.state_stride;
-  const auto emission_at = [&](int step) {
-    return real && step < length ? emission[step * a.step_stride] : from_float<T>(0.0f);
-  };
+  // Places behind the end stand for the last one: what is read there moves no score, and nothing waits for a branch.
+  const T* emission =
+      static_cast<const T*>(a.emissions) + sequence * a.batch_stride + min(state, a.states - 1) * a.state_stride;
+  const int last_step = max(length - 1, 0);
+  const auto emission_at = [&](int step) { return emission[min(step, last_step) * a.step_stride]; };
   float score = lowest;
   if (real && length > 0) score = add(to_float(emission[0]), a.first(sequence, state));
 
   uint8_t* origins = static_cast<uint8_t*>(a.origins) + blockIdx.x * a.rows * Of::row;
   uint8_t* to = origins + group * States + state;
   T held[Of::ahead];
+  if (longest > 1) {
 #pragma unroll
-  for (int i = 0; i < Of::ahead; ++i) held[i] = emission_at(1 + i);
+    for (int i = 0; i < Of::ahead; ++i) held[i] = emission_at(1 + i);
+  }
 #pragma unroll 1
   for (int first = 1; first < longest; first += Of::ahead) {
     T next[Of::ahead];
@@ -155,18 +158,23 @@ __global__ void __launch_bounds__(few_threads) few_kernel(Decode a) {
       }
       const float mine = greatest(candidate);
       const float other = Parts == 2 ? __shfl_xor_sync(whole_warp, mine, States) : lowest;
-      const float after = add(Parts == 2 ? fmaxf(mine, other) : mine, to_float(held[i]));
+      const float best = Parts == 2 ? fmaxf(mine, other) : mine;
+      const float after = add(best, to_float(held[i]));
       if (first + i < length) score = after;
 
       // No later step waits for what follows: of equal candidates the lowest, of equal halves the lower.
-      int origin = part * Of::each;
-      if (mine > lowest) {
+      int origin = 0;
 #pragma unroll
-        for (int c = Of::each - 1; c >= 0; --c) origin = candidate[c] == mine ? part * Of::each + c : origin;
+      for (int c = Of::each - 1; c > 0; --c) origin = candidate[c] == mine ? c : origin;
+      const bool found = best > lowest;
+      origin = candidate[0] == mine || !found ? 0 : origin;
+      bool wins = true;  // by selections: with && a step had six branches
+      if constexpr (Parts == 2) {
+        const int lower = static_cast<int>(!found) | static_cast<int>(mine == best);
+        const int upper = static_cast<int>(found) & static_cast<int>(!(other >= best));
+        wins = (part == 0 ? lower : upper) != 0;
       }
-      const float of_mine = fmaxf(mine, lowest), of_other = fmaxf(other, lowest);
-      const bool wins = part == 0 ? of_mine >= of_other : of_mine > of_other;
-      if (wins) *to = static_cast<uint8_t>(origin);
+      if (wins) *to = static_cast<uint8_t>(part * Of::each + origin);
       to += Of::row;
     }
 #pragma unroll
