@@ -62,7 +62,7 @@ struct Decode {
   int64_t length_stride;
   int64_t batch;
   int steps, states, band;
-  int64_t rows;    // a sequence's (a warp's) in the workspace: that of step t is t - 1
+  int64_t rows;    // of a warp or a sequence in the workspace
   void* origins;   // [B, rows, S]
   int64_t* paths;  // [B, T]
   float* scores;   // [B] or null
@@ -138,7 +138,9 @@ __global__ void __launch_bounds__(few_threads) few_kernel(Decode a) {
   if (real && length > 0) score = add(to_float(emission[0]), a.first(sequence, state));
 
   uint8_t* origins = static_cast<uint8_t*>(a.origins) + blockIdx.x * a.rows * Of::row;
-  uint8_t* to = origins + group * States + state;
+  uint8_t* to = origins + group * States + state;  // a row a step; no step leads to the first
+  *to = 0;
+  to += Of::row;
   T held[Of::ahead];
   if (longest > 1) {
 #pragma unroll
@@ -192,18 +194,12 @@ __global__ void __launch_bounds__(few_threads) few_kernel(Decode a) {
   if (there && a.scores && lane == 0) a.scores[sequence] = length > 0 ? best : 0.0f;
 
   // Back: all lanes of a sequence walk alike, each keeps the state of one step, and they are written together.
+  static_assert(Of::chunk % Of::lanes == 0);
+  constexpr int words_a_lane = few_chunk / 16 / few_threads;
   __shared__ uint4 words[few_chunk / 16];
   const auto* bytes = reinterpret_cast<const uint8_t*>(words) + group * States;
   int64_t* path = a.paths + sequence * a.steps;
-  int kept = -1;
-  const auto put = [&](int step) {
-    if (step % Of::lanes == lane && step < length) kept = at;
-    if (step % Of::lanes != 0) return;
-    if (there && step + lane < a.steps) path[step + lane] = kept;
-    kept = -1;
-  };
-  constexpr int words_a_lane = few_chunk / 16 / few_threads;
-  const int64_t written = static_cast<int64_t>(max(longest - 1, 0)) * (Of::row / 16);
+  const int64_t written = static_cast<int64_t>(longest) * (Of::row / 16);
   uint4 raw[words_a_lane];
   const auto load_chunk = [&](int chunk) {
 #pragma unroll
@@ -213,7 +209,7 @@ __global__ void __launch_bounds__(few_threads) few_kernel(Decode a) {
     }
   };
   __syncwarp();  // origins are those of other lanes
-  const int chunks = longest > 1 ? (longest - 2) / Of::chunk + 1 : 0;
+  const int chunks = (longest + Of::chunk - 1) / Of::chunk;
   if (chunks > 0) load_chunk(chunks - 1);
 #pragma unroll 1
   for (int chunk = chunks - 1; chunk >= 0; --chunk) {
@@ -222,14 +218,22 @@ __global__ void __launch_bounds__(few_threads) few_kernel(Decode a) {
     for (int i = 0; i < words_a_lane; ++i) words[i * few_threads + threadIdx.x] = raw[i];
     __syncwarp();
     if (chunk > 0) load_chunk(chunk - 1);
-    const int last = min(longest - 2, chunk * Of::chunk + Of::chunk - 1);
-#pragma unroll 4
-    for (int row = last; row >= chunk * Of::chunk; --row) {
-      put(row + 1);
-      if (row + 1 < length) at = bytes[row % Of::chunk * Of::row + at];
+    const int begin = chunk * Of::chunk, last = min(longest - begin, Of::chunk) - 1;
+#pragma unroll 1
+    for (int first = last / Of::lanes * Of::lanes; first >= 0; first -= Of::lanes) {
+      const uint8_t* row = bytes + first * Of::row;
+      const int left = length - begin - first;
+      int kept = -1;
+#pragma unroll
+      for (int i = Of::lanes - 1; i >= 0; --i) {
+        kept = i == lane && i < left ? at : kept;
+        const int origin = row[i * Of::row + at];
+        at = i < left ? origin : at;
+      }
+      const int step = begin + first + lane;
+      if (there && step < a.steps) path[step] = kept;
     }
   }
-  if (longest > 0) put(0);
   const int rest = (longest + Of::lanes - 1) / Of::lanes * Of::lanes;
   for (int step = rest + lane; there && step < a.steps; step += Of::lanes) path[step] = -1;
 }
