@@ -413,7 +413,7 @@ void run_many(const Context& context, Decode& a, const Layout& layout) {
 // ---- what a right call is ----------------------------------------------------------------------------------------
 
 void is_floating(const char* argument, const Tensor& x) {
-  const bool floating = x.dtype <= DType::f64;
+  const bool floating = x.dtype <= DType::f64 || is_fp8(x.dtype);  // the reference takes FP8
   if (!floating && x.dtype != DType::other) wrong_type(argument, "a floating dtype", name_of(x.dtype));
 }
 
