@@ -154,6 +154,16 @@ def test_no_tokens(reduction, device):
     assert bool((gradients[1] == 0).all())
 
 
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_hidden_states_of_no_width(tokens, device):
+    """All logits are 0."""
+    hidden, weight, target = data(device, tokens=tokens)
+    inputs = hidden[:, :0], weight[:, :0], target
+    loss, *gradients = with_gradients(prequal.linear_cross_entropy, *inputs, reduction="none")
+    close([loss], [torch.full((tokens,), math.log(CLASSES), device=device, dtype=F64)])
+    assert [x.shape for x in gradients] == [(tokens, 0), (CLASSES, 0)]
+
+
 def test_a_target_that_is_no_class_is_an_error_where_somebody_looks(device):
     hidden, weight, target = data(device)
     for wrong in (CLASSES, -1, -99, 2**40):
@@ -292,10 +302,31 @@ def test_a_wrong_call_is_an_error_where_it_is_traced(device):
         ({"reduction": "avg"}, "reduction: expected 'mean', 'sum' or 'none', got 'avg'"),
         ({"bias": torch.ones(7, device=device, dtype=F64)}, "bias: expected shape"),
         ({"weight_grad_dtype": torch.float64}, "weight_grad_dtype: expected None or torch.float32"),
+        ({"softcap": 0.0}, "softcap: expected None or a finite number > 0, got 0.0"),
     ):
         call = torch.compile(lambda x: prequal.linear_cross_entropy(x, weight, target, **named), backend="eager")  # noqa: B023
         with pytest.raises(Exception, match=match):
             call(hidden)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_wrong_target_is_an_error_where_it_is_traced(fullgraph, device):
+    hidden, weight, target = data(device, tokens=6, dtype=torch.float32)
+    hidden, target = hidden.view(2, 3, WIDTH), target.view(2, 3)
+    call = torch.compile(prequal.linear_cross_entropy, backend="eager", fullgraph=fullgraph)
+    for wrong, match in (
+        (target.float(), "target: expected int32 or int64, got float32"),
+        (target.t(), r"target: expected shape \[2, 3\], got \[3, 2\]"),
+        (target.flatten(), r"target: expected shape \[2, 3\], got \[6\]"),
+    ):
+        torch.compiler.reset()
+        with pytest.raises(Exception, match=match):
+            call(hidden, weight, wrong)
+    with (
+        torch.autocast(device.type, torch.bfloat16),
+        pytest.raises(Exception, match="weight: expected a floating dtype, got int64"),
+    ):
+        call(hidden, weight.long(), target)
 
 
 @pytest.mark.parametrize(("needs", "chunks"), [(True, 4), (False, 32)])
