@@ -273,6 +273,8 @@ def test_a_not_a_number_in_a_token_stays_that_tokens(device):
         ({"label_smoothing": 1.5}, ValueError, r"label_smoothing: expected 0 to 1, got 1.5"),
         ({"z_loss": -1.0}, ValueError, r"z_loss: expected a finite number >= 0, got -1.0"),
         ({"softcap": 0.0}, ValueError, r"softcap: expected None or a finite number > 0, got 0.0"),
+        ({"softcap": 1e300}, ValueError, r"softcap: expected None or 2\^-126 to 2\^127, since .* float32, got 1e\+300"),
+        ({"softcap": 1e-300}, ValueError, r"softcap: expected None or 2\^-126 to 2\^127, since .* float32, got 1e-300"),
         ({"max_workspace_bytes": 0}, ValueError, r"max_workspace_bytes: expected 1 to"),
         ({"return_lse": 1}, TypeError, r"return_lse: expected a bool, got int"),
         ({"weight_grad_dtype": torch.float64}, ValueError, r"weight_grad_dtype: expected None or torch.float32"),
