@@ -245,6 +245,23 @@ def test_classes_that_are_masked_by_minus_infinity(device):
     assert bool((of_bias[-4:] == 0).all())
 
 
+@pytest.mark.parametrize("transformed", [False, True])
+def test_a_small_loss_of_large_logits_keeps_its_digits(transformed, device):
+    """Logits near 1,024 are multiples of 2^-6, which float32 holds; lse is rounded by 2^-14."""
+    logits, weight, target = data(device, width=CLASSES, dtype=torch.float32)
+    logits = (logits * 64).round() / 64 + 1024
+    logits[torch.arange(TOKENS, device=device), target] += 12
+    weight = torch.eye(CLASSES, device=device)
+
+    def loss(z):
+        return prequal.linear_cross_entropy(z, weight, target, reduction="none")
+
+    got = torch.func.jvp(loss, (logits,), (logits,))[0] if transformed else loss(logits)
+    want, _ = formula(logits.double(), weight.double(), target, reduction="none")
+    # the sum of exponentials, 1 to 2, is rounded by 2^-23 a few times, the loss by 2^-24 of itself
+    torch.testing.assert_close(got.double(), want, rtol=2**-22, atol=2**-20)
+
+
 def test_a_not_a_number_in_a_token_stays_that_tokens(device):
     hidden, weight, target = data(device)
     hidden[2, 1] = math.nan
