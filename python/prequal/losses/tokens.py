@@ -103,6 +103,12 @@ class Tokens:
         return torch.stack(columns, 1)
 
 
+def above_tokens(how: Loss, target: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of one loss for all tokens. Where none of them counts it is 0, as each token's is: what is divided
+    by their number has one of inf."""
+    return torch.where((target == how.ignore_index).all(), 0.0, grad)
+
+
 def plain_formula(
     how: Loss, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
