@@ -52,7 +52,6 @@ def peers() -> dict[str, Loss | str]:
         from cut_cross_entropy import linear_cross_entropy as cut
 
         found["cut-cross-entropy"] = lambda h, w, t: cut(h, w, t)
-        found["cut-cross-entropy, exact"] = lambda h, w, t: cut(h, w, t, impl="cce_exact")
     else:
         found["cut-cross-entropy"] = "not installed"
     return found
