@@ -1,9 +1,9 @@
 """linear_cross_entropy beside the three matrix products that it cannot do without, torch and its peers.
 
 Forward with backward, and forward alone: device time (CUDA events around one call, the L2 flushed before), the peak of
-memory beyond inputs and gradients, and the error of gradients against float64. Products of this size run into the GPU's
-power limit, and a call right behind another candidate's is as fast as that one left the clock: so each is timed a few
-calls in a row, behind two of its own, and the candidates take turns in an order drawn anew for every round.
+memory beyond inputs and gradients, and the error of gradients against float64. A step of this size takes a sixth longer
+in a row of such steps than on a GPU that had idled. So that none profits by its neighbour, each candidate is timed a
+few calls in a row, behind two of its own, and they take turns in an order drawn anew for every round.
 
 usage: python benchmarks/linear_cross_entropy.py [--tokens 8192] [--hidden 4096] [--classes 131072] [--json FILE]
 """
@@ -52,7 +52,6 @@ def peers() -> dict[str, Loss | str]:
         from cut_cross_entropy import linear_cross_entropy as cut
 
         found["cut-cross-entropy"] = lambda h, w, t: cut(h, w, t)
-        found["cut-cross-entropy, exact"] = lambda h, w, t: cut(h, w, t, impl="cce_exact")
     else:
         found["cut-cross-entropy"] = "not installed"
     return found
