@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import prequal
+from prequal.bench.replacement import observe
 from prequal.ops.viterbi_decode import ties
 
 INF, NAN = float("inf"), float("nan")
@@ -223,6 +224,24 @@ def test_the_answer_is_that_of_a_crf():
     assert [path[:n].tolist() for path, n in zip(paths, lengths, strict=True)] == want
 
 
+@pytest.mark.parametrize("states", [6, 16, 45])
+def test_an_hmm_in_logarithms_is_that_of_librosa_in_float32(device, states):
+    """Closed moves and states, a start of one state; librosa has float64 and, for zeros, the least positive number."""
+    sequence = pytest.importorskip("librosa.sequence")
+    x, moves = normal(device, 3, 60, states).softmax(2), normal(device, states, states)
+    near = (torch.arange(states)[:, None] - torch.arange(states)).abs() <= 2
+    moves = moves.masked_fill(~near.to(device), -INF).softmax(1)
+    first = torch.zeros(states, device=device)
+    first[states // 2] = 1.0
+    paths, scores = prequal.viterbi_decode(x.log(), moves.log(), first.log())
+    inputs = moves.double().cpu(), first.double().cpu()
+    for b in range(3):
+        whole = (inputs[0] / inputs[0].sum(1, keepdim=True)).numpy()  # librosa wants sums of 1 in float64
+        want, score = sequence.viterbi(x[b].double().cpu().T.numpy(), whole, p_init=inputs[1].numpy(), return_logp=True)
+        assert paths[b].tolist() == want.tolist()
+        assert float(scores[b]) == pytest.approx(np.asarray(score).item(), rel=1e-5)
+
+
 def test_an_empty_batch_and_empty_sequences(device):
     moves = normal(device, 4, 4)
     paths, scores = prequal.viterbi_decode(normal(device, 0, 5, 4), moves)
@@ -295,6 +314,35 @@ def test_every_width_has_the_answer_of_the_reference(cuda, states, dtype):
         want = prequal.viterbi_decode.op.reference(x, moves, **named)
         assert prequal.viterbi_decode.op.contract.compare(found, want) is None
     assert prequal.stats()["viterbi_decode"][str(cuda)] == {"fast": 3, "reference": {}}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("states", [8, 16, 32, 100, 300])
+@pytest.mark.parametrize("steps", [1, 1000])
+def test_there_and_back_is_one_launch(cuda, states, steps):
+    x, moves = normal(cuda, 3, steps, states), normal(cuda, states, states)
+    ends, lengths = normal(cuda, states), torch.tensor([steps, 0, 1], device=cuda)
+    found = observe(lambda: prequal.viterbi_decode(x, moves, ends, lengths=lengths, end_scores=ends, band=4))
+    assert found.launches == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("states", [16, 40, 300])
+def test_a_captured_graph_reads_lengths_when_it_is_replayed(cuda, states):
+    """Lengths are not looked at by the host, so a replay has those of its time, longer ones too."""
+    steps = 70
+    x, moves = normal(cuda, 4, steps, states), normal(cuda, states, states)
+    lengths = torch.tensor([1, 0, 3, 2], device=cuda)
+    prequal.viterbi_decode(x, moves, lengths=lengths)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paths, scores = prequal.viterbi_decode(x, moves, lengths=lengths)
+    for said in ([steps, 0, 35, 69], [0, steps, 1, 64]):
+        lengths.copy_(torch.tensor(said))
+        graph.replay()
+        torch.cuda.synchronize()
+        is_right((paths, scores), by_numpy(x, moves, lengths=said))
 
 
 @pytest.mark.gpu
