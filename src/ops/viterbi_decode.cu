@@ -133,7 +133,11 @@ __global__ void __launch_bounds__(few_threads) few_kernel(Decode a) {
   const T* emission =
       static_cast<const T*>(a.emissions) + sequence * a.batch_stride + min(state, a.states - 1) * a.state_stride;
   const int last_step = max(length - 1, 0);
-  const auto emission_at = [&](int step) { return emission[min(step, last_step) * a.step_stride]; };
+  const int step_bytes = static_cast<int>(a.step_stride * static_cast<int64_t>(sizeof(T)));  // `few` says that it fits
+  const auto emission_at = [&](int step) {  // one multiplication; of a 64-bit stride it takes three
+    const char* at = reinterpret_cast<const char*>(emission) + static_cast<int64_t>(min(step, last_step)) * step_bytes;
+    return *reinterpret_cast<const T*>(at);
+  };
   float score = lowest;
   if (real && length > 0) score = add(to_float(emission[0]), a.first(sequence, state));
 
@@ -508,7 +512,8 @@ std::tuple<Buffer, Buffer> viterbi_decode(const Context& context, const Tensor& 
     a.batch = batch, a.steps = static_cast<int>(steps), a.states = static_cast<int>(states);
     a.band = static_cast<int>(std::min(band.value_or(states), states));
     a.paths = paths.as<int64_t>(), a.scores = return_score ? scores.as<float>() : nullptr;
-    if (states <= few_states && per != Per::step) {
+    const bool few = states <= few_states && per != Per::step && a.step_stride * item_size(x.dtype) <= INT32_MAX;
+    if (few) {
       dispatch(x.dtype, Floats{}, [&]<class T>() {
         if (states <= 8) return run_few<T, 8, 1>(context, a);
         if (states <= 16) return run_few<T, 16, 2>(context, a);

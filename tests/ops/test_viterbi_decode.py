@@ -362,12 +362,13 @@ def test_a_million_steps_have_the_answer_of_numpy(cuda, states):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("states", [16, 64])
-def test_emissions_beyond_two_to_the_31_values(cuda, states):
-    """Strides of a view: every 2^28th value is a step, so the last ones lie past 2^31."""
+@pytest.mark.parametrize("states", [5, 16, 24, 64])
+@pytest.mark.parametrize(("steps", "apart"), [(9, 1 << 28), (3, 1 << 30)])
+def test_emissions_beyond_two_to_the_31_values(cuda, states, steps, apart):
+    """Strides of a view: the last steps lie past 2^31 values, and of 2^30 values a step is past 2^31 - 1 bytes."""
     memory = torch.zeros((1 << 31) + (1 << 20), dtype=torch.bfloat16, device=cuda)
-    x = memory.as_strided((1, 9, states), (0, 1 << 28, 1))
-    x.copy_(normal(cuda, 1, 9, states))
+    x = memory.as_strided((1, steps, states), (0, apart, 1))
+    x.copy_(normal(cuda, 1, steps, states))
     moves = normal(cuda, states, states)
     is_right(prequal.viterbi_decode(x, moves), by_numpy(x, moves))
 
