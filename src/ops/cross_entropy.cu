@@ -4,6 +4,7 @@
 // Bytes: n V sizeof(T) for each read and each write; of both, the second read is the L2's while all rows in flight fit.
 // Numerics: fp32 from the load on, base-2 exponentials, one rounding of the gradient at the store.
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <optional>
 #include <string>
@@ -132,9 +133,11 @@ __device__ __forceinline__ void see(Seen& seen, const Packet<T>& packet, int col
   const float both = fmaxf(seen.largest, largest);
   seen.total *= ratio(seen.largest, both);
   seen.largest = both;
-  const float shift = both == minus_infinity ? 0.0f : -both * log2_e;
+  // The difference before the factor: it is exact where the sum matters. fma(z, log2 e, -largest log2 e) puts the rounding
+  // of its last term, 2^-14 at logits of 1,024, into the whole sum, and so into a loss that is small.
+  const float base = fmaxf(both, -FLT_MAX);  // less itself, minus infinity is no number
 #pragma unroll
-  for (int i = 0; i < N; ++i) seen.total += exp2_of(fmaf(z[i], log2_e, shift));
+  for (int i = 0; i < N; ++i) seen.total += exp2_of((z[i] - base) * log2_e);
 
   if (chunk.class_weight) {
 #pragma unroll
@@ -194,8 +197,10 @@ __device__ __forceinline__ Packet<T> gradient_of(const Packet<T>& packet, int co
   return pack<T>(g);
 }
 
+// Capped and ragged: left to itself, the compiler gives sm_80 32 registers and a frame on the stack.
 template <bool Stats, bool Gradient, bool Capped, bool Ragged, class T>
-__global__ void __launch_bounds__(most_threads) rows_kernel(Chunk<T> chunk /*logits [n, V]*/) {
+__global__ void __launch_bounds__(most_threads, (Capped && Ragged ? 1 : 0))
+    rows_kernel(Chunk<T> chunk /*logits [n, V]*/) {
   constexpr int N = widest<T>;
   constexpr int items = Capped ? 2 : most_items;  // four leave sm_80 too few of the 64 registers for tanh
   const int64_t row = blockIdx.x;

@@ -21,7 +21,7 @@ from .runner import bound_call, compiled
 Say = Callable[[str], None]
 
 
-MOST_JOBS, MEMORY_A_JOB = 8, 8 * 2**30  # a context of each on the GPU, and the tensors of a case
+MOST_JOBS, MEMORY_A_JOB = 12, 8 * 2**30  # a context of each on the GPU, and the tensors of a case
 
 
 def fitting_jobs(processors: int, memory: int) -> int:
