@@ -1,24 +1,52 @@
-"""Write what the GPU tests of a lane said into evidence that was measured on the same sources in another run of it.
+"""Write what the GPU tests of lanes said into evidence that was measured on the same sources in another run of them.
 
-usage: python benchmarks/stamp.py gpu-tests.json EVIDENCE.json...
+usage: python benchmarks/stamp.py [--lane gpu-tests.json]... EVIDENCE.json...
+
+Lanes in the order that they ran. Of a record speaks the last lane that ran its op's tests, and it must have done so on the
+record's sources and GPU. What failed in any lane counts until a later lane has run it again.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import pathlib
-import sys
+from collections.abc import Sequence
+from typing import Any
 
 
-def main() -> int:
-    said, *paths = map(pathlib.Path, sys.argv[1:])
-    tests = json.loads(said.read_text())
-    for path in paths:
+def has_run(lane: dict[str, Any], name: str) -> bool:
+    return lane["only"] is None or any(word in name for word in lane["only"])
+
+
+def outcome(lanes: Sequence[dict[str, Any]], record: dict[str, Any]) -> str:
+    """Raises ValueError where no lane speaks of these sources."""
+    basename = record["basename"]
+    spoke = [lane for lane in lanes if has_run(lane, basename)]
+    if not spoke:
+        raise ValueError(f"no lane ran the tests of {basename}")
+    if spoke[-1]["digests"].get(basename) != record["source_digest"] or spoke[-1]["gpu"] != record["gpu"]:
+        raise ValueError(f"{basename}: of other sources or another GPU than the lane's")
+    failed: set[str] = set()
+    for lane in lanes:
+        failed = {test for test in failed if not has_run(lane, test)} | set(lane["failed"])
+        if lane["outcome"] != "passed" and not lane["failed"]:
+            raise ValueError(f"a lane's outcome is {lane['outcome']!r}, and it names no test that failed")
+    return "failed" if failed else "passed"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lane", action="append", required=True, type=pathlib.Path)
+    parser.add_argument("evidence", nargs="+", type=pathlib.Path)
+    args = parser.parse_args(words)
+    lanes = [json.loads(path.read_text()) for path in args.lane]
+    for path in args.evidence:
         record = json.loads(path.read_text())
-        if tests["digests"].get(record["basename"]) != record["source_digest"] or tests["gpu"] != record["gpu"]:
-            print(f"{path}: of other sources or another GPU than {said}", file=sys.stderr)
-            return 1
-        record["gpu_tests"] = tests["outcome"]
+        try:
+            record["gpu_tests"] = outcome(lanes, record)
+        except ValueError as error:
+            parser.error(f"{path}: {error}")
         path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     return 0
 

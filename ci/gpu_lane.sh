@@ -2,16 +2,17 @@
 # The GPU lane, on any machine with an NVIDIA GPU and PyTorch: install, doctor, GPU tests, sanitizer, benchmark, evidence.
 #
 #   ci/gpu_lane.sh [--wheel FILE] [--out DIR] [--archs "90"] [--ptx 80] [--steps test,sanitize,demo,qualify,bench] [--quick]
-#               [--ops knn,rms_norm] [--shards 4]
+#               [--ops knn,rms_norm] [--shards 4] [--only knn,losses]
 #
 # Without --wheel it builds from source with the machine's own toolkit (CUDACXX, or nvcc on PATH) and the build tools of
 # its Python. --ptx NN builds the test-only variant that runs the code of another architecture on this GPU; never shipped.
+# --only runs the tests whose file or name has one of these words: what has changed since a lane that ran them all.
 # --shards runs the tests in so many processes side by side, each of which sees all GPUs and begins with another one. A
 # step that fails fails the lane, after the others have run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-wheel="" out="gpu-lane" archs="" ptx="" steps="test,sanitize,demo,qualify,bench" quick="" ops="" shards=1
+wheel="" out="gpu-lane" archs="" ptx="" steps="test,sanitize,demo,qualify,bench" quick="" ops="" shards=1 only=""
 while [ $# -gt 0 ]; do
   case "$1" in
     --wheel) wheel=$2; shift 2 ;;
@@ -22,6 +23,7 @@ while [ $# -gt 0 ]; do
     --quick) quick=--quick; shift ;;
     --ops) ops=$2; shift 2 ;;
     --shards) shards=$2; shift 2 ;;
+    --only) only=$2; shift 2 ;;
     *) echo "gpu_lane.sh: unknown option $1" >&2; exit 2 ;;
   esac
 done
@@ -58,23 +60,30 @@ if wants test; then
   for ((shard = 0; shard < shards; ++shard)); do
     [ "$gpus" -gt 1 ] && visible="${visible#*,},${visible%%,*}"
     CUDA_VISIBLE_DEVICES=$visible PREQUAL_TEST_SHARD=$shard/$shards \
-      "$python" -m pytest -q -p no:cacheprovider -m gpu --ignore packaging . > "$out/gpu-tests-$shard.txt" 2>&1 &
+      "$python" -m pytest -q -p no:cacheprovider -m gpu --ignore packaging -k "${only//,/ or }" . > "$out/gpu-tests-$shard.txt" 2>&1 &
     pids+=($!)
   done
   for shard in "${!pids[@]}"; do
-    wait "${pids[$shard]}" || { tests=failed; cat "$out/gpu-tests-$shard.txt"; }
+    wait "${pids[$shard]}" || { [ $? = 5 ] && [ -n "$only" ]; } || { # 5: this share has none of those tests
+      tests=failed
+      cat "$out/gpu-tests-$shard.txt"
+    }
     tail -n 1 "$out/gpu-tests-$shard.txt"
   done
   cat "$out"/gpu-tests-*.txt > "$out/gpu-tests.txt"
   rm "$out"/gpu-tests-*.txt
   [ $tests = passed ] || failed+=(test)
 fi
-"$python" - "$tests" > "$out/gpu-tests.json" << 'PY'
-import json, sys, torch
+touch "$out/gpu-tests.txt"
+"$python" - "$tests" "$only" "$out/gpu-tests.txt" > "$out/gpu-tests.json" << 'PY'
+import json, pathlib, re, sys, torch
 from prequal import runtime_state as state
 
+_, outcome, only, said = sys.argv
 digests = {name: op.digest for name, op in state.gate.host.manifest.ops.items()}
-print(json.dumps({"outcome": sys.argv[1], "gpu": torch.cuda.get_device_name(), "digests": digests}))
+failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", pathlib.Path(said).read_text(), re.MULTILINE)
+ran = {"only": only.split(",") if only else None, "failed": sorted(set(failed))}
+print(json.dumps({"outcome": outcome, **ran, "gpu": torch.cuda.get_device_name(), "digests": digests}))
 PY
 if wants sanitize && command -v compute-sanitizer > /dev/null; then
   for tool in memcheck racecheck; do

@@ -112,7 +112,7 @@ def test_the_cases_are_those_that_the_benchmark_compiles():
 
 def test_a_machine_gets_no_more_processes_than_it_has_processors_and_memory_for():
     gib = 2**30
-    assert precompile.fitting_jobs(32, 140 * gib) == 8
+    assert precompile.fitting_jobs(32, 140 * gib) == 12
     assert precompile.fitting_jobs(8, 140 * gib) == 4
     assert precompile.fitting_jobs(32, 24 * gib) == 3
     assert precompile.fitting_jobs(1, 24 * gib) == precompile.fitting_jobs(32, 0) == 1
