@@ -2,8 +2,8 @@
 
 usage: python benchmarks/stamp.py [--lane gpu-tests.json]... EVIDENCE.json...
 
-Lanes in the order that they ran. Of a record speaks the last lane that ran its op's tests, and it must have done so on the
-record's sources and GPU. What failed in any lane counts until a later lane has run it again.
+Lanes in the order that they ran. The last one that ran an op's tests speaks for its record, and must have done so on
+the sources and the GPU of the record. What failed in any lane counts until a later lane has run it again.
 """
 
 from __future__ import annotations

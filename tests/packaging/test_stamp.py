@@ -14,7 +14,8 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 @pytest.fixture
 def stamp():
     spec = importlib.util.spec_from_file_location("stamp", REPOSITORY / "benchmarks" / "stamp.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
