@@ -185,6 +185,8 @@ NB_MODULE(_native, m) {
   def<ops::moe_permute>(m, "moe_permute", {"x", "experts", "counts", "capacity"});
   def<ops::moe_unpermute>(m, "moe_unpermute", {"yp", "row_map", "weights"});
   def<ops::moe_unpermute_backward>(m, "moe_unpermute_backward", {"grad", "yp", "row_map", "weights", "weights_grad"});
+  def<ops::topk_rows_>(m, "topk_rows_",
+                       {"best", "idx", "products", "row_terms", "column_terms", "metric", "first_index"});
 
   m.def("ops", [] {
     nb::list all;

@@ -191,4 +191,9 @@ std::tuple<Buffer, Buffer> moe_unpermute_backward(const Context&, const Tensor& 
                                                   const Tensor& row_map, const std::optional<Tensor>& weights,
                                                   bool weights_grad);
 
+// src/ops/topk_rows.cu
+void topk_rows_(const Context&, const Tensor& best, const Tensor& idx, const Tensor& products,
+                const std::optional<Tensor>& row_terms, const std::optional<Tensor>& column_terms,
+                const std::string& metric, int64_t first_index);
+
 }  // namespace prequal::ops
