@@ -20,6 +20,7 @@ __version__ = _manifest.load().version or "0+unknown"
 
 # What a worker does not need at import costs it nothing there: these come when asked for.
 _LATER = {
+    "CorpusIndex": "retrieval",
     "CrossAttention": "null_context",
     "GuidedCondition": "null_context",
     "KnnIndex": "point_index",
@@ -29,6 +30,7 @@ _LATER = {
     "NullContextReport": "null_context",
     "Report": "runtime.qualify",
     "TensorSpec": "runtime.qualify",
+    "cosine_topk": "retrieval",
     "metrics": "runtime.metrics",
     "patch": "integrations.patching",
     "patch_null_context": "integrations.cross_attention",
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     from .null_context import NullContext as NullContext
     from .null_context import NullContextReport as NullContextReport
     from .point_index import KnnIndex as KnnIndex
+    from .retrieval import CorpusIndex as CorpusIndex
+    from .retrieval import cosine_topk as cosine_topk
     from .runtime import metrics as metrics
     from .runtime.lock import LockStatus as LockStatus
     from .runtime.qualify import Report as Report
