@@ -1,7 +1,7 @@
 """cosine_topk and CorpusIndex beside torch's matrix product and topk: device time, and memory beyond inputs.
 
 Device time is that of CUDA events around one call, the L2 flushed before; candidates take turns in an order drawn anew
-for every round. torch's scores are in the dtype of the vectors, ours in float32. Where torch's do not fit the memory, it
+for every round. Scores of torch are in the dtype of the vectors, ours in float32. Where they do not fit the memory, it
 says so.
 
 usage: python benchmarks/retrieval.py [--quick] [--dtype bfloat16] [--metric cosine] [--runs 30] [--json FILE]
