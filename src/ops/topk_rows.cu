@@ -28,7 +28,7 @@ constexpr int most_kept = threads;  // k: a thread writes each
 constexpr int slots = 1024;         // keys in shared memory: the list of the best, and behind it what has passed
 constexpr int held_values = 16;     // of a thread, on their way between two barriers
 constexpr int least_segment = 8192;
-constexpr int blocks_an_sm = 8;
+constexpr int blocks_an_sm = 3;  // with a fourth, 64 registers a thread, one of the kernels spills on sm_90
 
 // The upper half of a key is a score in the order of the floats, the lower one tells where it comes from: the place in
 // [best, columns], its bits turned over. So the larger key is the better candidate, and no two are equal.
@@ -194,7 +194,7 @@ __device__ __forceinline__ void write_best(const Selection& selection, const Bes
 }
 
 template <Metric M, bool Ragged, class T>
-__global__ void __launch_bounds__(threads) topk_kernel(Tile a /*products [Q, n]*/) {
+__global__ void __launch_bounds__(threads, blocks_an_sm) topk_kernel(Tile a /*products [Q, n]*/) {
   constexpr int N = widest<T>, items = held_values / N;
   __shared__ Shared shared;
   const int64_t row = blockIdx.x;
