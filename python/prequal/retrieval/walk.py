@@ -33,7 +33,9 @@ def terms_of(norms: Tensor, metric: str) -> Tensor | None:
 
 def inner_products(queries: Tensor, corpus: Tensor, out: Tensor) -> None:
     """out [q, n] = queries [q, D] @ corpus [n, D].T, in out's dtype without a rounding in between."""
-    if queries.dtype == out.dtype:
+    if queries.shape[1] == 0:
+        out.zero_()
+    elif queries.dtype == out.dtype:
         torch.mm(queries, corpus.t(), out=out)
     elif queries.is_cuda and hasattr(torch.ops.aten.mm, "dtype_out"):
         torch.ops.aten.mm.dtype_out(queries, corpus.t(), out.dtype, out=out)
