@@ -187,6 +187,11 @@ NB_MODULE(_native, m) {
   def<ops::moe_unpermute_backward>(m, "moe_unpermute_backward", {"grad", "yp", "row_map", "weights", "weights_grad"});
   def<ops::topk_rows_>(m, "topk_rows_",
                        {"best", "idx", "products", "row_terms", "column_terms", "metric", "first_index"});
+  def<ops::pairwise_direct>(m, "pairwise_direct", {"a", "b", "p", "squared"});
+  def<ops::pairwise_from_products_>(m, "pairwise_from_products_", {"products", "a_squares", "b_squares", "squared"});
+  def<ops::pairwise_argmin>(m, "pairwise_argmin", {"a", "b"});
+  def<ops::pairwise_within_counts>(m, "pairwise_within_counts", {"a", "b", "radius", "segment"});
+  def<ops::pairwise_within_fill>(m, "pairwise_within_fill", {"a", "b", "radius", "starts", "total", "segment"});
 
   m.def("ops", [] {
     nb::list all;
