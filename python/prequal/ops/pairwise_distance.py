@@ -24,7 +24,7 @@ INF = math.inf
 
 
 def sums_of(a: Tensor, b: Tensor, p: float = 2.0) -> Tensor:
-    """[n, D] and [M, D] to [n, M]: sums of p-th powers of differences, or the largest; d ascending, each step rounded."""
+    """[n, D] and [M, D] to [n, M]: sums of p-th powers, or the largest difference; d ascending, each step rounded."""
     total = a.new_zeros((a.shape[0], b.shape[0]))
     for x, y in zip(a.unbind(1), b.unbind(1), strict=True):
         apart = x.unsqueeze(1) - y
