@@ -180,4 +180,4 @@ def cases() -> Iterator[Case]:
         name = f"float32 [{n}, {width}] in [{m}, {width}], radius {radius}"
         others = [Other("torch.cdist from differences, counted", counted, few_others)]
         yield Case("pairwise_within_counts", name, make_within, quick=quick, others=others)
-        yield Case("pairwise_within_fill", name, make_fill, quick=quick)
+        yield Case("pairwise_within_fill", f"{name}, filled", make_fill, quick=quick)
