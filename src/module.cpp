@@ -188,6 +188,13 @@ NB_MODULE(_native, m) {
   def<ops::viterbi_decode>(m, "viterbi_decode",
                            {"log_emissions", "log_transitions", "log_initial", "lengths", "end_scores",
                             "transitions_per", "band", "return_score"});
+  def<ops::topk_rows_>(m, "topk_rows_",
+                       {"best", "idx", "products", "row_terms", "column_terms", "metric", "first_index"});
+  def<ops::pairwise_direct>(m, "pairwise_direct", {"a", "b", "p", "squared"});
+  def<ops::pairwise_from_products_>(m, "pairwise_from_products_", {"products", "a_squares", "b_squares", "squared"});
+  def<ops::pairwise_argmin>(m, "pairwise_argmin", {"a", "b"});
+  def<ops::pairwise_within_counts>(m, "pairwise_within_counts", {"a", "b", "radius", "segment"});
+  def<ops::pairwise_within_fill>(m, "pairwise_within_fill", {"a", "b", "radius", "starts", "total", "segment"});
 
   m.def("ops", [] {
     nb::list all;

@@ -198,4 +198,18 @@ std::tuple<Buffer, Buffer> viterbi_decode(const Context&, const Tensor& log_emis
                                           const std::string& transitions_per, const std::optional<int64_t>& band,
                                           bool return_score);
 
+// src/ops/topk_rows.cu
+void topk_rows_(const Context&, const Tensor& best, const Tensor& idx, const Tensor& products,
+                const std::optional<Tensor>& row_terms, const std::optional<Tensor>& column_terms,
+                const std::string& metric, int64_t first_index);
+
+// src/ops/pairwise_distance.cu
+Buffer pairwise_direct(const Context&, const Tensor& a, const Tensor& b, double p, bool squared);
+void pairwise_from_products_(const Context&, const Tensor& products, const Tensor& a_squares, const Tensor& b_squares,
+                             bool squared);
+std::tuple<Buffer, Buffer> pairwise_argmin(const Context&, const Tensor& a, const Tensor& b);
+Buffer pairwise_within_counts(const Context&, const Tensor& a, const Tensor& b, double radius, int64_t segment);
+std::tuple<Buffer, Buffer> pairwise_within_fill(const Context&, const Tensor& a, const Tensor& b, double radius,
+                                                const Tensor& starts, int64_t total, int64_t segment);
+
 }  // namespace prequal::ops

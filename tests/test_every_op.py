@@ -193,6 +193,8 @@ def test_a_call_whose_memory_is_shared_writes_nothing(op, device):
 def test_an_op_that_writes_records_no_gradient(op, device):
     args = list(op.bind(quick(op, device).args))
     for place in (op.arguments.index(name) for name in op.mutates):
+        if not args[place].is_floating_point():
+            continue  # integers have none
         asking = [x.clone().requires_grad_() if i == place else x for i, x in enumerate(args)]
         for function in (public(op), op.packet):
             with pytest.raises(RuntimeError, match=f"{op.name}: writes into .* and has no gradient; call"):

@@ -20,6 +20,7 @@ __version__ = _manifest.load().version or "0+unknown"
 
 # What a worker does not need at import costs it nothing there: these come when asked for.
 _LATER = {
+    "CorpusIndex": "retrieval",
     "CrossAttention": "null_context",
     "GuidedCondition": "null_context",
     "KnnIndex": "point_index",
@@ -29,7 +30,9 @@ _LATER = {
     "NullContextReport": "null_context",
     "Report": "runtime.qualify",
     "TensorSpec": "runtime.qualify",
+    "cosine_topk": "retrieval",
     "metrics": "runtime.metrics",
+    "pairwise_within": "retrieval",
     "patch": "integrations.patching",
     "patch_null_context": "integrations.cross_attention",
     "unpatch": "integrations.patching",
@@ -50,6 +53,9 @@ if TYPE_CHECKING:
     from .null_context import NullContext as NullContext
     from .null_context import NullContextReport as NullContextReport
     from .point_index import KnnIndex as KnnIndex
+    from .retrieval import CorpusIndex as CorpusIndex
+    from .retrieval import cosine_topk as cosine_topk
+    from .retrieval import pairwise_within as pairwise_within
     from .runtime import metrics as metrics
     from .runtime.lock import LockStatus as LockStatus
     from .runtime.qualify import Report as Report
@@ -59,6 +65,7 @@ try:
     from .api import *
     from .losses import linear_cross_entropy as linear_cross_entropy
     from .ops import *
+    from .retrieval import pairwise_distance as pairwise_distance  # here, since `ops` has a module of this name
 except (ImportError, ValueError) as _error:
     # The command must still start, to say what is wrong. Without torch everything else raises at its first use; a wrong
     # PREQUAL_ variable raises here, since a program that meant to switch something must not run as if it had not.

@@ -26,6 +26,11 @@ from .moe_permute import moe_permute as moe_permute
 from .moe_route import moe_route as moe_route
 from .moe_unpermute import moe_unpermute as moe_unpermute
 from .moe_unpermute import moe_unpermute_backward as moe_unpermute_backward
+from .pairwise_distance import pairwise_argmin as pairwise_argmin
+from .pairwise_distance import pairwise_direct as pairwise_direct
+from .pairwise_distance import pairwise_from_products_ as pairwise_from_products_
+from .pairwise_distance import pairwise_within_counts as pairwise_within_counts
+from .pairwise_distance import pairwise_within_fill as pairwise_within_fill
 from .qk_rms_norm_cross import qk_rms_norm_cross as qk_rms_norm_cross
 from .qk_rms_norm_cross import qk_rms_norm_cross_backward as qk_rms_norm_cross_backward
 from .qk_rms_norm_cross import qk_rms_norm_cross_inplace as qk_rms_norm_cross_inplace
@@ -55,3 +60,4 @@ from .swiglu import swiglu_packed as swiglu_packed
 from .swiglu import swiglu_packed_backward as swiglu_packed_backward
 from .swiglu_quantize_fp8 import swiglu_quantize_fp8 as swiglu_quantize_fp8
 from .viterbi_decode import viterbi_decode as viterbi_decode
+from .topk_rows import topk_rows_ as topk_rows_

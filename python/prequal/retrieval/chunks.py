@@ -1,0 +1,29 @@
+"""How many queries and how many rows of the corpus a tile of scores has: pure functions."""
+
+from __future__ import annotations
+
+# The tile is written by the matrix product and read once by topk_rows_: below the size of the L2 cache (H200: 60 MB,
+# A100: 40 MB) with room for the rows of the corpus that the product reads, so that it need not go to memory. Not tuned.
+WORKSPACE_BYTES = 2**24
+# More queries than this a tile make its rows of the corpus few, and each tile is a launch.
+MOST_QUERIES = 1024
+STEP = 128  # rows of the corpus: a matrix product's own tile
+
+
+def tile_sizes(queries: int, corpus: int, itemsize: int, max_workspace_bytes: int) -> tuple[int, int]:
+    """(queries, rows of the corpus) of the largest tile of scores of `itemsize` bytes: as many rows as fit the
+    workspace beside at most 1,024 queries, in whole steps of 128 where those fit; at least one of each.
+
+    Pure: of these four numbers alone.
+    """
+    scores = max(1, max_workspace_bytes // itemsize)
+    rows = max(1, min(queries, MOST_QUERIES, max(1, scores // STEP)))
+    most = max(1, scores // rows)
+    if corpus <= most:
+        return rows, max(1, corpus)
+    return rows, most // STEP * STEP if most >= STEP else most
+
+
+def parts(total: int, size: int) -> list[tuple[int, int]]:
+    """(begin, end) of each, `size` long but for the last."""
+    return [(begin, min(begin + size, total)) for begin in range(0, total, size)]

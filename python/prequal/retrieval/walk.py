@@ -1,0 +1,144 @@
+"""The search: tile by tile a matrix product and a merge, then what is computed again for the few that are left."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prequal.losses.walk import without_autocast
+from prequal.ops import topk_rows_
+from prequal.ops._rows import wide_of
+from prequal.ops.topk_rows import best_of, nothing_yet, scores_of
+
+from .chunks import parts, tile_sizes
+
+
+def norms_of(x: Tensor) -> Tensor:
+    """[n, D] to [n], in the dtype of computation."""
+    return torch.linalg.vector_norm(x, dim=1, dtype=wide_of(x))
+
+
+def inverse_of(norms: Tensor) -> Tensor:
+    """One over it; of what is below the smallest normal number, zero."""
+    tiny = torch.finfo(norms.dtype).tiny
+    return torch.where(norms < tiny, 0.0, 1.0 / norms.clamp(min=tiny))
+
+
+def terms_of(norms: Tensor, metric: str) -> Tensor | None:
+    """What `topk_rows_` asks of each row or column."""
+    if metric == "dot":
+        return None
+    return inverse_of(norms) if metric == "cosine" else norms.square()
+
+
+def inner_products(queries: Tensor, corpus: Tensor, out: Tensor) -> None:
+    """out [q, n] = queries [q, D] @ corpus [n, D].T, in out's dtype without a rounding in between."""
+    if queries.shape[1] == 0:
+        out.zero_()
+    elif queries.dtype == out.dtype:
+        torch.mm(queries, corpus.t(), out=out)
+    elif queries.is_cuda and hasattr(torch.ops.aten.mm, "dtype_out"):
+        torch.ops.aten.mm.dtype_out(queries, corpus.t(), out.dtype, out=out)
+    else:  # the tile of the corpus is copied
+        torch.mm(queries.to(out.dtype), corpus.to(out.dtype).t(), out=out)
+
+
+def search(
+    queries: Tensor,
+    corpus: Tensor,
+    k: int,
+    metric: str,
+    norms: Tensor | None,
+    terms: Tensor | None,
+    first_index: int,
+    max_workspace_bytes: int,
+) -> tuple[Tensor, Tensor]:
+    """(scores, idx), both [Q, k]: of queries [Q, D] and corpus [C, D].
+
+    norms and terms: [C], what is known of the corpus; terms are those of the metric, and norms are not looked at then.
+    """
+    wide = wide_of(queries)
+    best, idx = nothing_yet(queries.shape[0], k, wide, queries.device)
+    if metric != "dot" and terms is None and norms is not None:
+        terms = terms_of(norms, metric)
+    rows, columns = tile_sizes(queries.shape[0], corpus.shape[0], wide.itemsize, max_workspace_bytes)
+    step = 16 // wide.itemsize
+    buffer = queries.new_empty((rows, -(-columns // step) * step), dtype=wide)  # every row begins at 16 bytes
+    several = queries.shape[0] > rows
+    with without_autocast(queries.device):
+        for q_begin, q_end in parts(queries.shape[0], rows):
+            some = queries[q_begin:q_end]
+            row_terms = None if metric == "dot" else terms_of(norms_of(some), metric)
+            found: list[Tensor] = []  # terms of the tiles, for the queries after these
+            for begin, end in parts(corpus.shape[0], columns):
+                tile = corpus[begin:end]
+                column_terms = None
+                if metric != "dot":
+                    column_terms = terms_of(norms_of(tile), metric) if terms is None else terms[begin:end]
+                    if several and terms is None:
+                        assert column_terms is not None
+                        found.append(column_terms)
+                products = buffer[: q_end - q_begin, : end - begin]
+                inner_products(some, tile, products)
+                topk_rows_(
+                    best[q_begin:q_end],
+                    idx[q_begin:q_end],
+                    products,
+                    row_terms,
+                    column_terms,
+                    metric,
+                    first_index=first_index + begin,
+                )
+            if found:
+                terms = torch.cat(found)
+    return best, idx
+
+
+def rescored(queries: Tensor, corpus: Tensor, idx: Tensor, metric: str, dtype: torch.dtype) -> Tensor:
+    """[Q, k]: the scores of these rows of the corpus, computed in `dtype` from the vectors; -inf where idx is negative.
+    With gradients."""
+    picked = corpus[idx.clamp(min=0)].to(dtype) if corpus.shape[0] else corpus.new_zeros((*idx.shape, 1), dtype=dtype)
+    q = queries.to(dtype)
+    if not corpus.shape[0]:
+        q = q.new_zeros((len(q), 1))
+    if metric == "l2":
+        scores = -(picked - q.unsqueeze(1)).square().sum(2)
+    else:
+        scores = (picked * q.unsqueeze(1)).sum(2)
+        if metric == "cosine":
+            of_rows = torch.linalg.vector_norm(picked, dim=2)
+            scores = scores * inverse_of(of_rows) * inverse_of(torch.linalg.vector_norm(q, dim=1)).unsqueeze(1)
+    return torch.where(idx < 0, -torch.inf, scores)
+
+
+def reranked(
+    queries: Tensor, corpus: Tensor, idx: Tensor, k: int, metric: str, first_index: int, max_workspace_bytes: int
+) -> tuple[Tensor, Tensor]:
+    """The k best of the rows idx [Q, m], by scores computed in float64 and rounded once."""
+    wide, m = wide_of(queries), idx.shape[1]
+    rows = max(1, max_workspace_bytes // max(1, m * queries.shape[1] * 8))
+    local = torch.where(idx < 0, -1, idx - first_index)
+    with without_autocast(queries.device):
+        scores = [
+            rescored(queries[a:b], corpus, local[a:b], metric, torch.float64).to(wide)
+            for a, b in parts(queries.shape[0], rows)
+        ]
+    every = torch.cat(scores) if scores else queries.new_empty((0, m), dtype=wide)
+    return merged(every, idx, k)
+
+
+def merged(scores: Tensor, idx: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """[Q, m] both to [Q, k]: ties to the lowest index, empty places last."""
+    order = idx.sort(dim=1, stable=True).indices
+    return best_of(scores.gather(1, order), idx.gather(1, order), k)
+
+
+def plain_formula(queries: Tensor, corpus: Tensor, k: int, metric: str, first_index: int) -> tuple[Tensor, Tensor]:
+    """All scores at once: what torch's transforms are taken of."""
+    wide = wide_of(queries)
+    q, rows = queries.to(wide), corpus.to(wide)
+    of_rows, of_columns = (terms_of(torch.linalg.vector_norm(x, dim=1), metric) for x in (q, rows))
+    scores = scores_of(q @ rows.t(), of_rows, of_columns, metric)
+    idx = torch.arange(first_index, first_index + corpus.shape[0], device=queries.device).expand(scores.shape)
+    best, empty = nothing_yet(queries.shape[0], k, wide, queries.device)
+    return best_of(torch.cat((scores, best), 1), torch.cat((idx, empty), 1), k)

@@ -1,0 +1,395 @@
+"""cosine_topk against NumPy in float64, whatever the tiles; its edges, gradients, index and shards."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import prequal
+
+METRICS = ("cosine", "dot", "l2")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+INF = float("inf")
+
+
+def integers(rows, width, dtype, device, seed=0, most=4):
+    """Small whole numbers: their products have no rounding in any dtype of computation, and many are equal."""
+    generator = torch.Generator().manual_seed(seed + rows)
+    return torch.randint(-most, most + 1, (rows, width), generator=generator).to(device, dtype)
+
+
+def normals(rows, width, dtype, device, seed=0):
+    generator = torch.Generator().manual_seed(seed + rows)
+    return torch.randn(rows, width, generator=generator).to(device, dtype)
+
+
+def of_norm_five(rows, dtype, device, seed=0):
+    """[rows, 4]: 1, 2, 2 and 4 in any order, with any signs: norms and products have no rounding, many are equal."""
+    generator = torch.Generator().manual_seed(seed + rows)
+    order = torch.rand(rows, 4, generator=generator).argsort(1)
+    signs = torch.randint(0, 2, (rows, 4), generator=generator) * 2 - 1
+    return (torch.tensor([1, 2, 2, 4])[order] * signs).to(device, dtype)
+
+
+def scores_of(queries, corpus, metric):
+    q, rows = (x.detach().double().cpu().numpy() for x in (queries, corpus))
+    if metric == "l2":
+        return -((q[:, None] - rows[None]) ** 2).sum(2)
+    products = q @ rows.T
+    if metric == "cosine":
+        norms = np.linalg.norm(q, axis=1)[:, None] * np.linalg.norm(rows, axis=1)
+        products = np.divide(products, norms, out=np.zeros_like(products), where=norms > 0)
+    return products
+
+
+def by_numpy(scores, k):
+    found, where = np.full((len(scores), k), -INF), np.full((len(scores), k), -1)
+    for row, values in enumerate(scores):
+        kept = np.lexsort((np.arange(len(values)), -values))[:k]
+        found[row, : len(kept)], where[row, : len(kept)] = values[kept], kept
+    return found, where
+
+
+def bound(queries, corpus, metric):
+    """What the docstring promises of a score, at most."""
+    u = 2.0**-52 if queries.dtype == torch.float64 else 2.0**-23
+    d = queries.shape[1]
+    q, rows = (float(torch.linalg.vector_norm(x.double(), dim=1).max()) for x in (queries, corpus))
+    e = (d + 2) * u * q * rows
+    return {"dot": e, "cosine": (d + 8) * u, "l2": 2 * e + (d + 4) * u * (q * q + rows * rows)}[metric]
+
+
+def is_as_good(found, queries, corpus, k, metric):
+    """Scores within the bound of their rows', in order, and no row left out that is better by more than two bounds."""
+    scores, idx = (x.detach().cpu() for x in found)
+    every, off = torch.from_numpy(scores_of(queries, corpus, metric)), bound(queries, corpus, metric)
+    some = min(k, corpus.shape[0])
+    assert scores.shape == idx.shape == (len(queries), k)
+    assert idx.dtype == torch.int64
+    assert (idx[:, some:] == -1).all()
+    assert (scores[:, some:] == -INF).all()
+    scores, idx = scores[:, :some].double(), idx[:, :some]
+    assert all(len(set(row)) == some for row in idx.tolist())
+    assert ((scores - every.gather(1, idx)).abs() <= off).all()
+    assert (scores[:, :-1] >= scores[:, 1:]).all()
+    if some < corpus.shape[0]:
+        left_out = every.scatter(1, idx, -INF).amax(1)
+        assert (left_out <= every.gather(1, idx).amin(1) + 2 * off).all()
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("queries", "corpus", "width", "k", "budget"),
+    [(1, 1, 1, 1, 4), (3, 501, 17, 10, 2**24), (5, 501, 64, 128, 4096), (130, 700, 8, 3, 50_000), (2, 6, 5, 9, 16)],
+)
+def test_the_best_are_found_whatever_the_tiles(device, queries, corpus, width, k, budget, dtype, metric):
+    q, rows = normals(queries, width, dtype, device), normals(corpus, width, dtype, device, 7)
+    for rerank in (0, 20):
+        found = prequal.cosine_topk(q, rows, k, metric=metric, rerank=rerank, max_workspace_bytes=budget)
+        is_as_good(found, q, rows, k, metric)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("budget", [100, 3000, 2**24])
+def test_ties_go_to_the_lowest_row_whatever_the_tiles(device, budget, dtype, metric):
+    q, rows = of_norm_five(6, dtype, device), of_norm_five(400, dtype, device, 3)
+    want = by_numpy(scores_of(q, rows, metric).round(6), 60)
+    for rerank in (0, 5):
+        scores, idx = prequal.cosine_topk(q, rows, 60, metric=metric, rerank=rerank, max_workspace_bytes=budget)
+        np.testing.assert_array_equal(idx.cpu().numpy(), want[1])
+        np.testing.assert_allclose(scores.cpu().numpy(), want[0], rtol=0, atol=1e-6 if metric == "cosine" else 0)
+
+
+def test_equal_rows_are_found_in_their_order(device):
+    rows = torch.ones(300, 8, device=device)
+    for metric in METRICS:
+        _, idx = prequal.cosine_topk(rows[:2], rows, 100, metric=metric, max_workspace_bytes=1024)
+        assert idx.tolist() == [list(range(100))] * 2
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_vectors_of_zeros_have_a_score(device, dtype, metric):
+    q, rows = normals(2, 6, dtype, device), normals(5, 6, dtype, device, 1)
+    q[0] = 0
+    rows[2] = 0
+    scores, idx = prequal.cosine_topk(q, rows, 5, metric=metric)
+    assert scores.isfinite().all()
+    is_as_good((scores, idx), q, rows, 5, metric)
+    if metric == "cosine":
+        assert idx[0].tolist() == [0, 1, 2, 3, 4]
+        assert (scores[0] == 0).all()
+
+
+@pytest.mark.parametrize("rerank", [0, 4])
+@pytest.mark.parametrize(("queries", "corpus", "width"), [(0, 5, 3), (3, 0, 3), (2, 5, 0), (0, 0, 0)])
+def test_sizes_of_nothing(device, queries, corpus, width, rerank):
+    for metric in METRICS:
+        q, rows = torch.ones(queries, width, device=device), torch.ones(corpus, width, device=device)
+        scores, idx = prequal.cosine_topk(q, rows, 7, metric=metric, rerank=rerank)
+        assert scores.shape == idx.shape == (queries, 7)
+        some = min(corpus, 7)
+        assert idx.tolist() == [[*range(some), *[-1] * (7 - some)]] * queries
+        assert (scores[:, some:] == -INF).all()
+
+
+def test_strided_vectors(device):
+    base, other = normals(40, 21, torch.float32, device), normals(21, 90, torch.float32, device)
+    q, rows = base[::2, 1::2], other[::2].t()[3:][:, :10]
+    for metric in METRICS:
+        is_as_good(prequal.cosine_topk(q, rows, 8, metric=metric), q, rows, 8, metric)
+
+
+def test_norms_that_are_known_are_believed(device):
+    q, rows = normals(3, 8, torch.float32, device), normals(50, 8, torch.float32, device, 2)
+    norms = torch.linalg.vector_norm(rows, dim=1)
+    for metric in METRICS:
+        plain = prequal.cosine_topk(q, rows, 9, metric=metric, max_workspace_bytes=200)
+        known = prequal.cosine_topk(q, rows, 9, metric=metric, corpus_norms=norms)
+        assert torch.equal(plain[1], known[1])
+        torch.testing.assert_close(plain[0], known[0], rtol=0, atol=bound(q, rows, metric))
+    twice = prequal.cosine_topk(q, rows, 9, corpus_norms=2 * norms)
+    torch.testing.assert_close(2 * twice[0], prequal.cosine_topk(q, rows, 9)[0])
+
+
+def test_reranked_scores_are_exact_beside_an_offset(device):
+    """Minus squared distances of far points: norms cancel, differences do not."""
+    rows = 1000 + normals(200, 16, torch.float32, device)
+    q = rows[:5] + 2.0**-6
+    scores, idx = prequal.cosine_topk(q, rows, 3, metric="l2", rerank=100)
+    want = by_numpy(scores_of(q, rows, "l2"), 3)
+    np.testing.assert_array_equal(idx.cpu().numpy(), want[1])
+    np.testing.assert_array_equal(scores.cpu().numpy(), want[0].astype(np.float32))
+
+
+def test_first_index_is_added(device):
+    rows = normals(9, 4, torch.float32, device)
+    for rerank in (0, 3):
+        plain = prequal.cosine_topk(rows, rows, 4, rerank=rerank)
+        moved = prequal.cosine_topk(rows, rows, 4, rerank=rerank, first_index=2**40)
+        assert torch.equal(plain[1] + 2**40, moved[1])
+        assert torch.equal(plain[0], moved[0])
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_gradients_are_those_of_the_scores_of_the_rows_found(device, metric):
+    q, rows = (normals(n, 6, torch.float64, device, n).requires_grad_() for n in (4, 30))
+    scores, idx = prequal.cosine_topk(q, rows, 5, metric=metric)
+    picked = rows[idx]
+    want = (picked * q[:, None]).sum(2)
+    if metric == "cosine":
+        want = torch.nn.functional.cosine_similarity(picked, q[:, None], dim=2)
+    elif metric == "l2":
+        want = -(picked - q[:, None]).square().sum(2)
+    weights = torch.linspace(0.5, 1.5, 20, dtype=torch.float64, device=device).view(4, 5)
+    torch.testing.assert_close(scores, want)
+    for a, b in zip(
+        torch.autograd.grad(scores, (q, rows), weights), torch.autograd.grad(want, (q, rows), weights), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+    assert not idx.requires_grad
+
+
+def test_empty_places_and_zeros_have_no_gradient(device):
+    q, rows = torch.zeros(2, 3, device=device, requires_grad=True), torch.zeros(1, 3, device=device)
+    for metric in METRICS:
+        scores, _ = prequal.cosine_topk(q, rows, 3, metric=metric)
+        (grad,) = torch.autograd.grad(scores[:, :1].sum(), q)
+        assert torch.equal(grad, torch.zeros_like(q))
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_transforms_are_taken_of_the_formula(device, metric):
+    q, rows = normals(3, 4, torch.float64, device), normals(12, 4, torch.float64, device, 5)
+    scores, idx = torch.func.vmap(lambda x: prequal.cosine_topk(x[None], rows, 5, metric=metric))(q)
+    want = prequal.cosine_topk(q, rows, 5, metric=metric)
+    assert torch.equal(idx[:, 0], want[1])
+    torch.testing.assert_close(scores[:, 0], want[0])
+    grad = torch.func.grad(lambda x: prequal.cosine_topk(x, rows, 5, metric=metric)[0].sum())(q)
+    x = q.clone().requires_grad_()
+    torch.testing.assert_close(grad, torch.autograd.grad(prequal.cosine_topk(x, rows, 5, metric=metric)[0].sum(), x)[0])
+
+
+def test_it_compiles_without_a_graph_break(device):
+    q, rows = normals(3, 8, torch.float32, device), normals(60, 8, torch.float32, device, 5)
+
+    def call(q, rows):
+        return prequal.cosine_topk(q, rows, 5, metric="l2", max_workspace_bytes=300)
+
+    torch.compiler.reset()
+    got = torch.compile(call, fullgraph=True, backend="aot_eager")(q, rows)
+    for a, b in zip(got, call(q, rows), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_autocast_changes_nothing(device):
+    q, rows = normals(3, 8, torch.float32, device), normals(60, 8, torch.float32, device, 5)
+    want = prequal.cosine_topk(q, rows, 5, rerank=2)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        got = prequal.cosine_topk(q, rows, 5, rerank=2)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"queries": [1.0]}, TypeError, r"queries: expected a torch.Tensor, got list"),
+        ({"queries": torch.ones(2, 3, dtype=torch.int64)}, TypeError, r"queries: expected float16, .* got int64"),
+        ({"queries": torch.ones(3)}, ValueError, r"queries: expected shape \[Q, D\], got \[3\]"),
+        ({"corpus": torch.ones(4, 2)}, ValueError, r"corpus: expected shape \[C, 3\], got \[4, 2\]"),
+        ({"corpus": torch.ones(4, 3).half()}, TypeError, r"corpus: expected float32 like queries, got float16"),
+        ({"k": 0}, ValueError, r"k: expected 1 to 128, got 0"),
+        ({"k": 129}, ValueError, r"k: expected 1 to 128, got 129"),
+        ({"k": 2.0}, TypeError, r"k: expected an int, got float"),
+        ({"metric": "l1"}, ValueError, r"metric: expected 'dot', 'cosine' or 'l2', got 'l1'"),
+        ({"metric": 2}, TypeError, r"metric: expected a str, got int"),
+        ({"rerank": -1}, ValueError, r"rerank: expected 0 to 128, got -1"),
+        ({"first_index": -1}, ValueError, r"first_index: expected 0 to"),
+        ({"max_workspace_bytes": 0}, ValueError, r"max_workspace_bytes: expected 1 to"),
+        ({"corpus_norms": torch.ones(3)}, ValueError, r"corpus_norms: expected shape \[4\], got \[3\]"),
+        ({"corpus_norms": torch.ones(4).half()}, TypeError, r"corpus_norms: expected float32 for float32, got float16"),
+    ],
+)
+def test_a_wrong_call_says_what_is_wrong(change, error, match):
+    call = {"queries": torch.ones(2, 3), "corpus": torch.ones(4, 3), "k": 2} | change
+    with pytest.raises(error, match=match):
+        prequal.cosine_topk(**call)
+
+
+# ---- the index -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_an_index_answers_as_the_call_with_its_norms(device, metric):
+    q, rows = normals(3, 8, torch.bfloat16, device), normals(80, 8, torch.bfloat16, device, 5)
+    index = prequal.CorpusIndex(rows, metric=metric)
+    want = prequal.cosine_topk(q, rows, 7, metric=metric, corpus_norms=index.norms)
+    for made in (index, copy.deepcopy(index), pickle.loads(pickle.dumps(index))):
+        got = made.topk(q, 7)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert repr(index) == f"CorpusIndex([80, 8] bfloat16 on {rows.device}, {metric})"
+
+
+def test_an_index_notices_that_its_corpus_was_written(device):
+    rows = normals(20, 4, torch.float32, device)
+    index = prequal.CorpusIndex(rows)
+    index.topk(rows[:2], 3)
+    rows[3] *= 2
+    with pytest.raises(prequal.StaleIndexError, match="corpus: expected what the index was built of"):
+        index.topk(rows[:2], 3)
+    index.rebuild()
+    assert torch.equal(index.topk(rows, 1)[1], prequal.cosine_topk(rows, rows, 1)[1])
+
+
+def test_an_index_of_what_is_no_corpus(device):
+    with pytest.raises(TypeError, match=r"corpus: expected a torch.Tensor, got list"):
+        prequal.CorpusIndex([1.0])
+    with pytest.raises(ValueError, match=r"corpus: expected shape \[C, D\], got \[3\]"):
+        prequal.CorpusIndex(torch.ones(3, device=device))
+    with pytest.raises(ValueError, match="metric: expected"):
+        prequal.CorpusIndex(torch.ones(3, 2, device=device), metric="l1")
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+
+
+def as_rank(rank: int, file: str, sizes: list[int]) -> None:
+    """A process of its own."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=len(sizes))
+    cpu, group = torch.device("cpu"), dist.group.WORLD
+    q, rows = integers(5, 6, torch.float32, cpu), integers(sum(sizes), 6, torch.float32, cpu, 3)
+    first = sum(sizes[:rank])
+    mine = rows[first : first + sizes[rank]]
+    for metric in METRICS:
+        for k, rerank in ((1, 0), (10, 0), (128, 0), (10, 7)):
+            want = prequal.cosine_topk(q, rows, k, metric=metric, rerank=rerank)
+            for given in (None, first):
+                got = prequal.cosine_topk(
+                    q, mine, k, metric=metric, rerank=rerank, process_group=group, first_index=given
+                )
+                assert torch.equal(got[0], want[0])
+                assert torch.equal(got[1], want[1])
+        index = prequal.CorpusIndex(mine, metric=metric)
+        assert torch.equal(index.topk(q, 9, process_group=group)[1], prequal.cosine_topk(q, rows, 9, metric=metric)[1])
+    with pytest.raises(ValueError, match="process_group: expected tensors without a gradient"):
+        prequal.cosine_topk(q.clone().requires_grad_(), mine, 2, process_group=group)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sizes", [[40, 40, 40], [70, 0, 13]])
+def test_shards_of_three_ranks_are_the_whole(tmp_path, sizes):
+    told = [str(tmp_path / "store"), *map(str, sizes)]
+    ranks = [
+        subprocess.Popen([sys.executable, __file__, str(rank), *told], stderr=subprocess.PIPE, text=True)
+        for rank in range(len(sizes))
+    ]
+    try:
+        ends = [(process.communicate(timeout=240)[1], process.returncode) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert all(code == 0 for _, code in ends), "\n".join(error for error, _ in ends)
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize(("queries", "corpus", "width"), [(1, 300_001, 64), (100, 50_000, 96), (1500, 9001, 64)])
+def test_the_kernel_serves_the_search(cuda, queries, corpus, width, dtype, metric):
+    q, rows = integers(queries, width, dtype, cuda, most=1), integers(corpus, width, dtype, cuda, 3, most=1)
+    scores, idx = prequal.cosine_topk(q, rows, 100, metric=metric)
+    assert prequal.stats()["topk_rows_"][str(cuda)]["reference"] == {}
+    with prequal.reference("topk_rows_"):
+        want = prequal.cosine_topk(q, rows, 100, metric=metric)
+    assert torch.equal(idx, want[1])
+    assert torch.equal(scores, want[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_a_search_waits_for_nothing_and_is_captured(cuda):
+    q, rows = normals(4, 64, torch.bfloat16, cuda), normals(50_000, 64, torch.bfloat16, cuda, 3)
+    prequal.cosine_topk(q, rows, 10, max_workspace_bytes=2**18)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        prequal.cosine_topk(q, rows, 10, max_workspace_bytes=2**18)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = prequal.cosine_topk(q, rows, 10, max_workspace_bytes=2**18)
+    q.copy_(q.flip(0))
+    graph.replay()
+    want = prequal.cosine_topk(q, rows, 10, max_workspace_bytes=2**18)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+def test_the_scores_are_never_all_in_memory(cuda):
+    q, rows = normals(256, 64, torch.bfloat16, cuda), normals(500_000, 64, torch.bfloat16, cuda, 3)
+    prequal.cosine_topk(q, rows, 10)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    prequal.cosine_topk(q, rows, 10)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < q.shape[0] * rows.shape[0] * q.element_size() / 10
+
+
+if __name__ == "__main__":
+    as_rank(int(sys.argv[1]), sys.argv[2], [int(size) for size in sys.argv[3:]])
