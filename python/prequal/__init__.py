@@ -21,6 +21,7 @@ __version__ = _manifest.load().version or "0+unknown"
 # What a worker does not need at import costs it nothing there: these come when asked for.
 _LATER = {
     "CrossAttention": "null_context",
+    "GraphPlan": "graph",
     "GuidedCondition": "null_context",
     "KnnIndex": "point_index",
     "LockStatus": "runtime.lock",
@@ -40,6 +41,7 @@ _cause = None
 
 if TYPE_CHECKING:
     from .bench.replacement import verify_replacement as verify_replacement
+    from .graph import GraphPlan as GraphPlan
     from .integrations import patch as patch
     from .integrations import unpatch as unpatch
     from .integrations.cross_attention import patch_null_context as patch_null_context
