@@ -236,7 +236,7 @@ def test_a_write_to_the_edges_makes_a_plan_stale_until_it_is_rebuilt(device):
     edge_index = random_graph(device, 9, 40)
     plan, x = GraphPlan(edge_index, 9), features(device, 9, 8)
     edge_index[1] = 3
-    with pytest.raises(prequal.StaleIndexError, match="edge_index: .* rebuild"):
+    with pytest.raises(prequal.StaleIndexError, match=r"edge_index: .* rebuild"):
         prequal.message_passing(x, plan)
     plan.rebuild()
     torch.testing.assert_close(prequal.message_passing(x, plan)[3], x[edge_index[0]].sum(0), rtol=1e-5, atol=1e-4)
