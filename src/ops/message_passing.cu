@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(threads) rows_kernel(Work<T> work) {
 
 // A team takes the edges of a chunk that long rows have: of the row that has its first edge, and of one that begins later.
 template <class T, bool Words, Kind kind>
-__global__ void __launch_bounds__(threads) pieces_kernel(Work<T> work) {
+__global__ void __launch_bounds__(threads, 2) pieces_kernel(Work<T> work) {
   using Of = Access<T, Words>;
   const int64_t own = (static_cast<int64_t>(blockIdx.x) * threads + threadIdx.x) / work.team;
   const int lane = threadIdx.x % work.team;

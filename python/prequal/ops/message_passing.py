@@ -163,7 +163,7 @@ def samples(device):
     return samples_of(device, False)
 
 
-# Both paths sum in fp32 in orders of their own. The longest row of the samples has some 1,200 messages below 5 in size,
+# The kernel sums in fp32, the reference in fp64. The longest row of the samples has some 1,200 messages below 5 in size,
 # whose partial sums stay below 100: 2^-24 * 100 * sqrt(1,200) = 2e-4. A half is rounded once at the end: 1 ulp where
 # the sums lie on two sides of the middle. max and min select: their messages are one rounding of one product on both
 # paths. An exponential on a GPU is off by 2^-21 of itself for the few units that messages are apart.
@@ -226,8 +226,8 @@ def message_passing_csr(
         state: [2, N, F], float32 (float64 for float64), of softmax with `keep`, else [0, N, F]: the logarithm of the
             sum of exponentials, and y before it is rounded. It has no gradient.
 
-    Summed in float32 (float64 for float64), in an order that depends on the graph alone, rounded once at the end.
-    Duplicate edges are edges of their own. Messages of softmax are finite.
+    Summed in float32 (float64 for float64, and by the reference), in an order that depends on the graph alone, rounded
+    once at the end. Duplicate edges are edges of their own. Messages of softmax are finite.
 
     The gradient of x and edge_weight is `message_passing_csr_backward`. That of max and min goes to the edge in arg.
 
@@ -242,6 +242,16 @@ def message_passing_csr(
     """
     y, arg, state = reduced(x, row_ptr, column, edge, edge_weight, reduce, keep)
     return y, arg, state.detach() if reduce == "softmax" and keep else state
+
+
+def summed_at(place: Tensor, values: Tensor, count: int) -> Tensor:
+    """[E, ...] to [count + 1, ...]: the values of each place added up, those of nobody in the last.
+
+    In float64, so that the contract holds a kernel against the sum and not against the order of another one.
+    """
+    total = values.new_zeros((count + 1, *values.shape[1:]), dtype=torch.float64)
+    # index_add is of atomics on a GPU
+    return total.index_put((place,), values.to(torch.float64), accumulate=True).to(values.dtype)
 
 
 def reduced(
@@ -264,7 +274,7 @@ def reduced(
     no_arg = row_ptr.new_empty((0, x.shape[1]))
 
     def summed(values: Tensor) -> Tensor:
-        return nothing.index_put((row,), values, accumulate=True)  # index_add is of atomics on a GPU
+        return summed_at(row, values, rows)
 
     def greatest(values: Tensor) -> Tensor:
         lowest = torch.full_like(nothing, -torch.inf)
@@ -496,11 +506,11 @@ def message_passing_csr_backward(
         pull = pull * (message - arriving(state[0])).exp() * (1 + message - arriving(state[1]))
     pull = pull.masked_fill(nobodys, 0)
     at = torch.where(nobodys[:, 0], x.shape[0], to)
-    dx = own.new_zeros((x.shape[0] + 1, x.shape[1])).index_put((at,), weight * pull, accumulate=True)[: x.shape[0]]
+    dx = summed_at(at, weight * pull, x.shape[0])[: x.shape[0]]
     if edge_weight is None or not weight_grad:
         return stored(dx, x), grad.new_empty((0,), dtype=torch.float32 if edge_weight is None else edge_weight.dtype)
     dots = (pull * own).sum(1)
-    dweight = dots.new_zeros((edges + 1,)).index_put((torch.where(nobodys[:, 0], edges, number),), dots)[:edges]
+    dweight = summed_at(torch.where(nobodys[:, 0], edges, number), dots, edges)[:edges]
     return stored(dx, x), dweight.to(edge_weight.dtype).contiguous()
 
 
