@@ -93,7 +93,7 @@ def samples_of(device, backward):
         generator = torch.Generator().manual_seed(edges)
         share = None
         if weight is not None:
-            share = (torch.rand(edges, generator=generator) - 0.25).to(device, weight)
+            share = (torch.rand(edges, generator=generator, dtype=torch.float32) - 0.25).to(device, weight)
         features = x(columns, width, dtype=dtype)
         longest = {"longest": 1 << 20, "t_longest": 1 << 20} if hub else {}
         return finished(features, csr, share, {"reduce": reduce, **longest, **named})
@@ -132,7 +132,8 @@ def samples_of(device, backward):
         yield Sample(f"{reduce} no nodes", *call(0, 0, 0, 8, reduce=reduce))
         yield Sample(f"{reduce} no features", *call(5, 6, 12, 0, reduce=reduce))
         yield Sample(f"{reduce} float64", *call(15, 16, 60, 8, torch.float64, reduce=reduce, weight=torch.float64))
-        csr, share = graph(device, 40, 45, 200), torch.rand(400, generator=torch.Generator().manual_seed(1)).to(device)
+        csr, generator = graph(device, 40, 45, 200), torch.Generator().manual_seed(1)
+        share = torch.rand(400, generator=generator, dtype=torch.float32).to(device)
         wide = x(45, 80)
         for what, part in (
             ("slices", wide[:, 8:72]),
@@ -151,7 +152,7 @@ def samples_of(device, backward):
             )
         )
         yield Sample(f"{reduce} columns outside", *finished(wide, far, share[::2], {"reduce": reduce}))
-        ties = torch.ones(45, 16, device=device)
+        ties = torch.ones(45, 16, device=device, dtype=torch.float32)
         yield Sample(f"{reduce} equal messages", *finished(ties, csr, None, {"reduce": reduce}))
 
 
@@ -163,8 +164,8 @@ def samples(device):
     return samples_of(device, False)
 
 
-# The kernel sums in fp32, the reference in fp64. The longest row of the samples has some 1,200 messages below 5 in size,
-# whose partial sums stay below 100: 2^-24 * 100 * sqrt(1,200) = 2e-4. A half is rounded once at the end: 1 ulp where
+# The kernel sums in fp32, the reference in fp64. The longest row of the samples has some 1,200 messages below 5 in
+# size, whose partial sums stay below 100: 2^-24 * 100 * sqrt(1,200) = 2e-4. A half is rounded once at the end: 1 ulp where
 # the sums lie on two sides of the middle. max and min select: their messages are one rounding of one product on both
 # paths. An exponential on a GPU is off by 2^-21 of itself for the few units that messages are apart.
 TOLERANCE = Tolerance(
@@ -284,7 +285,7 @@ def reduced(
         y = summed(messages)[:rows]
         if reduce == "mean":
             y = y / lengths_of(row_ptr, edges).clamp(min=1)[:, None]
-        return stored(y, x), no_arg, y[None][:0].contiguous()
+        return stored(y, x), no_arg, y[None][:0].clone()
 
     if reduce == "softmax":
         top = greatest(messages.detach())
@@ -293,7 +294,7 @@ def reduced(
         none = total == 0
         y = (summed(parts * messages)[:rows] / total.masked_fill(none, 1)).masked_fill(none, 0)
         lse = (top[:rows] + total.log()).masked_fill(none, 0)
-        kept = torch.stack((lse, y)) if keep else y[None][:0].contiguous()
+        kept = torch.stack((lse, y)) if keep else y[None][:0].clone()
         return stored(y, x), no_arg, kept
 
     signed = messages.detach() if reduce == "max" else -messages.detach()
@@ -305,7 +306,7 @@ def reduced(
     )[:rows]
     y = F.pad(messages, (0, 0, 0, 1)).gather(0, first)
     arg = F.pad(number, (0, 1), value=-1)[first].to(row_ptr.dtype) if keep else no_arg
-    return stored(y, x), arg, y[None][:0].contiguous()
+    return stored(y, x), arg, y[None][:0].clone()
 
 
 def check_indices(name: str, value: Tensor, row_ptr: Tensor, shape: tuple[int | str, ...]) -> None:
