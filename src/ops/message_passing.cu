@@ -581,6 +581,20 @@ Csr csr_of(const Tensor& row_ptr, const Tensor& column, const std::optional<Tens
   return csr;
 }
 
+Csr transpose_of(const Tensor& t_row_ptr, const Tensor& t_column, const Tensor& t_edge, int64_t rows, const Tensor& x,
+                 const Tensor& row_ptr, const Tensor& column) {
+  const Csr csr = csr_of(t_row_ptr, t_column, t_edge, rows, "t_row_ptr", "t_column", "t_edge", row_ptr);
+  if (csr.rows != x.shape[0]) {
+    wrong_value("t_row_ptr", "shape [" + std::to_string(x.shape[0] + 1) + "]", shape_of(t_row_ptr));
+  }
+  has_edges("t_column", t_column, column);
+  return csr;
+}
+
+void is_length(const char* name, int64_t value) {
+  if (value < 0) wrong_value(name, "0 to 9223372036854775807", std::to_string(value));
+}
+
 void is_dense(const Tensor& x) {
   if (x.shape[x.rank - 1] > 1 && x.stride[x.rank - 1] != 1) throw Refused{"unit_stride"};
 }
@@ -607,13 +621,14 @@ std::tuple<Buffer, Buffer, Buffer> message_passing_csr(
     const std::optional<Tensor>& edge /*[E]*/, const std::optional<Tensor>& edge_weight /*[E]*/,
     const std::optional<Tensor>& t_row_ptr /*[M + 1]*/, const std::optional<Tensor>& t_column /*[E]*/,
     const std::optional<Tensor>& t_edge /*[E]*/, const std::string& reduce, bool keep, int64_t longest,
-    [[maybe_unused]] int64_t t_longest) {
+    int64_t t_longest) {
   const Kind kind = kind_of(reduce);
   if (x.rank != 2) wrong_value("x", "shape [M, F]", shape_of(x));
   const Csr csr = csr_of(row_ptr, column, edge, x.shape[0], "row_ptr", "column", "edge", row_ptr);
   const Weights weights = weights_of(edge_weight, column, x);
+  is_length("longest", longest), is_length("t_longest", t_longest);
   if (t_row_ptr && t_column && t_edge) {  // for the gradient alone; wrong ones are told now
-    csr_of(*t_row_ptr, *t_column, t_edge, csr.rows, "t_row_ptr", "t_column", "t_edge", row_ptr);
+    transpose_of(*t_row_ptr, *t_column, *t_edge, csr.rows, x, row_ptr, column);
   }
   if (x.shape[1] > widest_row || csr.edges > most_edges) throw Refused{"size"};
   for (const Tensor* each : {&x, &row_ptr, &column}) is_dense(*each);
@@ -653,12 +668,9 @@ std::tuple<Buffer, Buffer> message_passing_csr_backward(
   if (x.rank != 2) wrong_value("x", "shape [M, F]", shape_of(x));
   const Csr forward = csr_of(row_ptr, column, edge, x.shape[0], "row_ptr", "column", "edge", row_ptr);
   const Weights weights = weights_of(edge_weight, column, x);
-  const Csr csr = csr_of(t_row_ptr, t_column, t_edge, forward.rows, "t_row_ptr", "t_column", "t_edge", row_ptr);
-  has_edges("t_column", t_column, column);
+  is_length("t_longest", t_longest);
+  const Csr csr = transpose_of(t_row_ptr, t_column, t_edge, forward.rows, x, row_ptr, column);
   const std::string rows = std::to_string(forward.rows), width = std::to_string(x.shape[1]);
-  if (csr.rows != x.shape[0]) {
-    wrong_value("t_row_ptr", "shape [" + std::to_string(x.shape[0] + 1) + "]", shape_of(t_row_ptr));
-  }
   if (grad.dtype != x.dtype) wrong_type("grad", std::string(name_of(x.dtype)) + " like x", name_of(grad.dtype));
   if (grad.rank != 2 || grad.shape[0] != forward.rows || grad.shape[1] != x.shape[1]) {
     wrong_value("grad", "shape [" + rows + ", " + width + "]", shape_of(grad));

@@ -165,9 +165,9 @@ def samples(device):
 
 
 # The kernel sums in fp32, the reference in fp64. The longest row of the samples has some 1,200 messages below 5 in
-# size, whose partial sums stay below 100: 2^-24 * 100 * sqrt(1,200) = 2e-4. A half is rounded once at the end: 1 ulp where
-# the sums lie on two sides of the middle. max and min select: their messages are one rounding of one product on both
-# paths. An exponential on a GPU is off by 2^-21 of itself for the few units that messages are apart.
+# size, whose partial sums stay below 100: 2^-24 * 100 * sqrt(1,200) = 2e-4. A half is rounded once at the end: 1 ulp
+# where the sums lie on two sides of the middle. max and min select: their messages are one rounding of one product on
+# both paths. An exponential on a GPU is off by 2^-21 of itself for the few units that messages are apart.
 TOLERANCE = Tolerance(
     {
         torch.float32: (1e-5, 2e-4),

@@ -123,8 +123,8 @@ def geometric() -> Any:
 
 
 # Others add in x's dtype. In bfloat16, some 10 to 30 messages: each sum below 16 is rounded by at most 2^-5, 10 times
-# in one direction or 30 in a random walk; another edge or no weight is an error near 1, in every second value. In float32,
-# up to some 10,000 messages at the hub: 2^-24 of 100, 100 times.
+# in one direction or 30 in a random walk; another edge or no weight is an error near 1, in every second value. In
+# float32, up to some 10,000 messages at the hub: 2^-24 of 100, 100 times.
 OTHERS = Tolerance({F32: (1e-4, 1e-3), BF16: (2.0**-6, 0.5)})
 
 
