@@ -537,7 +537,8 @@ void run(const Context& context, Work<T> work, int64_t longest) {
   work.partial = partial.as<float>(), work.starts = starts.as<int64_t>();
   launch<pieces_kernel<T, Words, kind>>(context, blocks_for(work.chunks, each, tiles), dim3(threads), work);
   const int64_t most = 4 * static_cast<int64_t>(multiprocessors(context));
-  launch<combine_kernel<T, Words, kind>>(context, blocks_for(std::min(work.chunks, most), 1, tiles), dim3(threads),
+  constexpr Kind ends = kind >= Kind::pull_extreme ? Kind::sum : kind;  // gradients' pieces are sums
+  launch<combine_kernel<T, Words, ends>>(context, blocks_for(std::min(work.chunks, most), 1, tiles), dim3(threads),
                                          work);
 }
 

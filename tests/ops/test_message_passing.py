@@ -341,3 +341,26 @@ def test_a_planned_call_is_captured_and_replayed_on_new_features(cuda):
     x.copy_(features(cuda, 300, 48, seed=9))
     graph.replay()
     torch.testing.assert_close(y, prequal.message_passing(x, plan), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize("longest", [0, 1025])
+def test_edges_past_two_to_the_31_are_reached(cuda, longest):
+    """Rows of 1,025 edges, whole and shared out. All come from node 0, those of the last row from node 1."""
+    each = 1025
+    rows = 2**31 // each + 3
+    edges = rows * each
+    if torch.cuda.mem_get_info(cuda)[0] < 12 * edges:
+        pytest.skip("not enough GPU memory")
+    column = torch.zeros(edges, dtype=torch.int64, device=cuda)
+    column[-each:] = 1
+    row_ptr = torch.arange(rows + 1, device=cuda) * each
+    x = torch.tensor([[1.0] * 4, [3.0] * 4], device=cuda)
+    total = prequal.message_passing_csr(x, row_ptr, column, longest=longest)[0]
+    assert (total[:-1] == each).all()
+    assert (total[-1] == 3 * each).all()
+    most, arg, _ = prequal.message_passing_csr(x, row_ptr, column, reduce="max", keep=True, longest=longest)
+    assert (most[-1] == 3).all()
+    assert torch.equal(arg[:, 0], row_ptr[:-1])
+    assert prequal.stats()["message_passing_csr"][str(cuda)] == {"fast": 2, "reference": {}}
