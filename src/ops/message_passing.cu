@@ -342,7 +342,9 @@ __device__ __forceinline__ void finish(const Work<T>& work, const State<kind, Ac
       const bool any = state.at[i] != nowhere;
       value[i] = any ? work.sign * state.best[i] : 0.0f;
       if (!work.arg) continue;
-      const int64_t edge = any ? work.csr.edge_at(begin + state.at[i]) : -1;
+      // of a row_ptr that does not rise, pieces that nobody wrote may say any place
+      const int64_t taken = begin + state.at[i];
+      const int64_t edge = any && taken < work.csr.edges ? work.csr.edge_at(taken) : -1;
       if (work.csr.wide) {
         static_cast<int64_t*>(work.arg)[place + i] = edge;
       } else {

@@ -199,7 +199,7 @@ def test_no_value_in_the_indices_makes_a_call_read_outside(device):
         bound = torch.iinfo(dtype).max
         wild = [torch.randint(-bound, bound, (n,), generator=generator).to(device, dtype) for n in (7, 300, 300)]
         for reduce in REDUCES:
-            y, _, _ = prequal.message_passing_csr(x, *wild, weight, reduce=reduce, longest=1000)
+            y, _, _ = prequal.message_passing_csr(x, *wild, weight, reduce=reduce, keep=True, longest=1000)
             assert y.shape == (6, 16)
     if device.type == "cuda":
         torch.cuda.synchronize()
