@@ -2,8 +2,8 @@
 
 Forward with backward, and forward alone: device time (CUDA events around one call, the L2 flushed before), the peak of
 memory beyond inputs and gradients, and the error of gradients against float64. A step of this size takes a sixth longer
-in a row of such steps than on a GPU that had idled. So that none profits by its neighbour, each candidate is timed a few
-calls in a row, behind two of its own, and they take turns in an order drawn anew for every round.
+in a row of such steps than on a GPU that had idled. So that none profits by its neighbour, each candidate is timed a
+few calls in a row, behind two of its own, and they take turns in an order drawn anew for every round.
 
 usage: python benchmarks/linear_cross_entropy.py [--tokens 8192] [--hidden 4096] [--classes 131072] [--json FILE]
 """
@@ -52,7 +52,6 @@ def peers() -> dict[str, Loss | str]:
         from cut_cross_entropy import linear_cross_entropy as cut
 
         found["cut-cross-entropy"] = lambda h, w, t: cut(h, w, t)
-        found["cut-cross-entropy, exact"] = lambda h, w, t: cut(h, w, t, impl="cce_exact")
     else:
         found["cut-cross-entropy"] = "not installed"
     return found

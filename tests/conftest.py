@@ -29,7 +29,7 @@ def why_no_gpu() -> str | None:
     )
 
 
-LARGE = 30  # what a test of many GiB takes, in tests of a sample
+LARGE = 30  # as so many tests a large one counts: a guess, its time was not measured
 
 
 def shares(items: list[pytest.Item], shards: int) -> list[list[pytest.Item]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from formula_of_the_loss import CLASSES, F64, SMALL, TOKENS, close, data, every_reduction, formula, with_gradients
@@ -29,6 +31,29 @@ def test_a_second_derivative_is_an_error(device):
     (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="its gradient has no gradient of its own"):
         grad.sum().backward()
+
+
+def test_a_second_derivative_is_an_error_of_the_node_that_a_dispatch_mode_sees(device, watching_dispatch):
+    hidden, weight, target = data(device)
+    with watching_dispatch:
+        loss = prequal.linear_cross_entropy(hidden.requires_grad_(), weight, target) + hidden.square().sum()
+        (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="its gradient has no gradient of its own"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("above", [math.inf, math.nan])
+@every_reduction
+def test_tokens_that_are_all_ignored_have_no_gradient_whatever_comes_from_above(reduction, above, traced, device):
+    """As where a sum is divided by the number of tokens that count."""
+    hidden, weight, target = data(device)
+    torch.compiler.reset()
+    loss = torch.compile(prequal.linear_cross_entropy, backend="aot_eager") if traced else prequal.linear_cross_entropy
+    inputs = hidden.requires_grad_(), weight.requires_grad_()
+    found = loss(*inputs, torch.full_like(target, -100), reduction=reduction)
+    for grad in torch.autograd.grad(found, inputs, torch.full_like(found, above)):
+        assert bool((grad == 0).all())
 
 
 def test_functional_transforms_are_those_of_the_formula(device):
@@ -151,6 +176,31 @@ def test_a_gradient_is_added_to_the_one_that_is_there(reduction, device):
         close((loss, x.grad, w.grad), (want[0], want[1], step * want[2]))
         assert memory in (None, w.grad.data_ptr()), "the gradient that was there is the one that is there"
         memory = w.grad.data_ptr()
+
+
+def test_a_pass_that_is_asked_for_other_gradients_adds_nothing(device):
+    hidden, weight, target = data(device)
+    want = with_gradients(formula, hidden, weight, target, upstream=torch.ones((), dtype=F64, device=device))
+    x, w = hidden.requires_grad_(), weight.requires_grad_()
+    w.grad = torch.ones_like(w)
+
+    def loss():
+        return prequal.linear_cross_entropy(x, w, target, accumulate_into_grad=True)
+
+    loss().backward(inputs=[x])
+    close((x.grad, *torch.autograd.grad(loss(), x), *torch.autograd.grad(loss(), w)), (want[1], want[1], want[2]))
+    assert bool((w.grad == 1).all())
+
+
+def test_a_hook_that_comes_after_the_forward_pass_is_given_the_gradient(device):
+    hidden, weight, target = data(device)
+    want = with_gradients(formula, hidden, weight, target, upstream=torch.ones((), dtype=F64, device=device))
+    w = weight.requires_grad_()
+    w.grad = torch.ones_like(w)
+    loss = prequal.linear_cross_entropy(hidden, w, target, accumulate_into_grad=True)
+    w.register_hook(lambda grad: 2 * grad)
+    loss.backward()
+    close([w.grad], [1 + 2 * want[2]])
 
 
 def test_what_a_gradient_cannot_be_added_to_is_an_error(device):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from formula_of_the_loss import CLASSES, F64, close, data, error, every_half, formula, with_gradients
+from formula_of_the_loss import CLASSES, F64, TOKENS, close, data, error, every_half, formula, with_gradients
 
 import prequal
 from prequal.losses.chunks import row_elements
@@ -85,6 +87,20 @@ def test_large_class_weights_are_within_fp16_where_their_gradients_are(sums, dev
     )
     for a, b in zip(got[1:], truth[1:], strict=True):
         assert error(a, b) < 4e-3
+
+
+@every_half
+@pytest.mark.parametrize("above", [math.inf, math.nan])
+def test_an_upstream_gradient_that_is_no_number_is_its_own_tokens(above, dtype, device):
+    inputs = data(device, dtype=dtype)
+    upstream = torch.ones(TOKENS, device=device)
+    one, *_ = with_gradients(prequal.linear_cross_entropy, *inputs, upstream=upstream, reduction="none")[1:]
+    upstream[5] = above
+    got, of_weight = with_gradients(prequal.linear_cross_entropy, *inputs, upstream=upstream, reduction="none")[1:]
+    others = torch.arange(TOKENS, device=device) != 5
+    assert not bool(got[5].isfinite().any())
+    assert not bool(of_weight.isfinite().any())
+    close([got[others]], [one[others]], rtol=2**-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -154,6 +154,16 @@ def test_no_tokens(reduction, device):
     assert bool((gradients[1] == 0).all())
 
 
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_hidden_states_of_no_width(tokens, device):
+    """All logits are 0."""
+    hidden, weight, target = data(device, tokens=tokens)
+    inputs = hidden[:, :0], weight[:, :0], target
+    loss, *gradients = with_gradients(prequal.linear_cross_entropy, *inputs, reduction="none")
+    close([loss], [torch.full((tokens,), math.log(CLASSES), device=device, dtype=F64)])
+    assert [x.shape for x in gradients] == [(tokens, 0), (CLASSES, 0)]
+
+
 def test_a_target_that_is_no_class_is_an_error_where_somebody_looks(device):
     hidden, weight, target = data(device)
     for wrong in (CLASSES, -1, -99, 2**40):
@@ -235,6 +245,23 @@ def test_classes_that_are_masked_by_minus_infinity(device):
     assert bool((of_bias[-4:] == 0).all())
 
 
+@pytest.mark.parametrize("transformed", [False, True])
+def test_a_small_loss_of_large_logits_keeps_its_digits(transformed, device):
+    """Logits near 1,024 are multiples of 2^-6, which float32 holds; lse is rounded by 2^-14."""
+    logits, weight, target = data(device, width=CLASSES, dtype=torch.float32)
+    logits = (logits * 64).round() / 64 + 1024
+    logits[torch.arange(TOKENS, device=device), target] += 12
+    weight = torch.eye(CLASSES, device=device)
+
+    def loss(z):
+        return prequal.linear_cross_entropy(z, weight, target, reduction="none")
+
+    got = torch.func.jvp(loss, (logits,), (logits,))[0] if transformed else loss(logits)
+    want, _ = formula(logits.double(), weight.double(), target, reduction="none")
+    # the sum of exponentials, 1 to 2, is rounded by 2^-23 a few times, the loss by 2^-24 of itself
+    torch.testing.assert_close(got.double(), want, rtol=2**-22, atol=2**-20)
+
+
 def test_a_not_a_number_in_a_token_stays_that_tokens(device):
     hidden, weight, target = data(device)
     hidden[2, 1] = math.nan
@@ -263,6 +290,8 @@ def test_a_not_a_number_in_a_token_stays_that_tokens(device):
         ({"label_smoothing": 1.5}, ValueError, r"label_smoothing: expected 0 to 1, got 1.5"),
         ({"z_loss": -1.0}, ValueError, r"z_loss: expected a finite number >= 0, got -1.0"),
         ({"softcap": 0.0}, ValueError, r"softcap: expected None or a finite number > 0, got 0.0"),
+        ({"softcap": 1e300}, ValueError, r"softcap: expected None or 2\^-126 to 2\^127, since .* float32, got 1e\+300"),
+        ({"softcap": 1e-300}, ValueError, r"softcap: expected None or 2\^-126 to 2\^127, since .* float32, got 1e-300"),
         ({"max_workspace_bytes": 0}, ValueError, r"max_workspace_bytes: expected 1 to"),
         ({"return_lse": 1}, TypeError, r"return_lse: expected a bool, got int"),
         ({"weight_grad_dtype": torch.float64}, ValueError, r"weight_grad_dtype: expected None or torch.float32"),
@@ -292,10 +321,31 @@ def test_a_wrong_call_is_an_error_where_it_is_traced(device):
         ({"reduction": "avg"}, "reduction: expected 'mean', 'sum' or 'none', got 'avg'"),
         ({"bias": torch.ones(7, device=device, dtype=F64)}, "bias: expected shape"),
         ({"weight_grad_dtype": torch.float64}, "weight_grad_dtype: expected None or torch.float32"),
+        ({"softcap": 0.0}, "softcap: expected None or a finite number > 0, got 0.0"),
     ):
         call = torch.compile(lambda x: prequal.linear_cross_entropy(x, weight, target, **named), backend="eager")  # noqa: B023
         with pytest.raises(Exception, match=match):
             call(hidden)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_wrong_target_is_an_error_where_it_is_traced(fullgraph, device):
+    hidden, weight, target = data(device, tokens=6, dtype=torch.float32)
+    hidden, target = hidden.view(2, 3, WIDTH), target.view(2, 3)
+    call = torch.compile(prequal.linear_cross_entropy, backend="eager", fullgraph=fullgraph)
+    for wrong, match in (
+        (target.float(), "target: expected int32 or int64, got float32"),
+        (target.t(), r"target: expected shape \[2, 3\], got \[3, 2\]"),
+        (target.flatten(), r"target: expected shape \[2, 3\], got \[6\]"),
+    ):
+        torch.compiler.reset()
+        with pytest.raises(Exception, match=match):
+            call(hidden, weight, wrong)
+    with (
+        torch.autocast(device.type, torch.bfloat16),
+        pytest.raises(Exception, match="weight: expected a floating dtype, got int64"),
+    ):
+        call(hidden, weight.long(), target)
 
 
 @pytest.mark.parametrize(("needs", "chunks"), [(True, 4), (False, 32)])

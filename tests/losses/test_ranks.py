@@ -51,6 +51,13 @@ def as_rank(rank: int, file: str, sizes: list[int]) -> None:
     assert loss.isnan().nonzero().tolist() == [[2]]
     with pytest.raises(ValueError, match=f"target: expected classes 0 to {classes - 1}"):
         prequal.linear_cross_entropy(hidden, weight[mine], torch.full_like(target, classes), **place)
+    for wrong in (3, "ab", (0.0, classes), (0, 1, classes), (torch.zeros(()).long(), classes)):
+        with pytest.raises(TypeError, match=r"vocabulary: expected \(first, classes\), two ints, got"):
+            prequal.linear_cross_entropy(hidden, weight[mine], target, process_group=dist.group.WORLD, vocabulary=wrong)
+    outside = dist.new_group([0])
+    if rank != 0:
+        with pytest.raises(ValueError, match="process_group: expected a group that this process is in"):
+            prequal.linear_cross_entropy(hidden, weight[mine], target, process_group=outside)
     with pytest.raises(ValueError, match=r"vocabulary: expected \(first, classes\)"):
         prequal.linear_cross_entropy(
             hidden, weight[mine], target, process_group=dist.group.WORLD, vocabulary=(classes, classes)

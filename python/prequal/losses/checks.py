@@ -24,14 +24,22 @@ def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
 def share_of(group: Any, own: int, vocabulary: tuple[int, int] | None) -> tuple[int, int]:
     """(first class of this rank, classes in all)."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError("process_group: expected a group that this process is in, got one without it")
     if vocabulary is None:
         return rank * own, ranks * own
+    if not (isinstance(vocabulary, tuple | list) and len(vocabulary) == 2 and all(map(_is_int, vocabulary))):
+        raise TypeError(f"vocabulary: expected (first, classes), two ints, got {vocabulary!r}")
     first, classes = vocabulary
     if not 0 <= first <= first + own <= classes:
         raise ValueError(
             f"vocabulary: expected (first, classes) with {own} classes of this rank inside, got ({first}, {classes})"
         )
     return int(first), int(classes)
+
+
+def _is_int(value: object) -> bool:
+    return hasattr(type(value), "__index__") and not isinstance(value, bool | Tensor)
 
 
 def check_accumulation(weight: Tensor, sums: torch.dtype | None) -> None:
@@ -94,5 +102,9 @@ def check_call(
         c.is_number("softcap", softcap)
         if not 0 < softcap < float("inf"):
             raise ValueError(f"softcap: expected None or a finite number > 0, got {softcap}")
+        if hidden.dtype != torch.float64 and not 2.0**-126 <= softcap <= 2.0**127:
+            raise ValueError(
+                f"softcap: expected None or 2^-126 to 2^127, since it is computed with in float32, got {softcap}"
+            )
     if workspace is not None:
         c.in_range("max_workspace_bytes", workspace, 1, 2**62)

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .tokens import Loss
+from .tokens import above_tokens
 from .walk import finish, passes
 
 
-def grad_to_add_to(how: Loss, weight: Tensor) -> Tensor | None:
+def grad_to_add_to(ctx: Any) -> Tensor | None:
     """The weight's .grad, where the gradient may be added to it at once."""
-    if not how.into_grad:
+    if not (ctx.how.into_grad and ctx.wants[1]):
         return None
-    grad = weight.grad
-    return grad if grad is not None and grad.dtype == weight.dtype and grad.layout == torch.strided else None
+    weight, grad = ctx.leaf, ctx.leaf.grad
+    if grad is None or grad.dtype != weight.dtype or grad.layout != torch.strided:
+        return None
+    if weight._backward_hooks or not _will_accumulate(ctx.next_functions[1][0]):
+        return None
+    return grad
+
+
+def _will_accumulate(node: Any) -> bool:
+    """Whether this backward pass gets to the node that adds to a .grad: backward(inputs=...) may not."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad gives the gradient away
+        return False
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -42,7 +56,7 @@ class ChunkedLoss(torch.autograd.Function):
         with torch.no_grad():
             found = ChunkedLoss.gradients(ctx, of_loss, of_lse)
         if torch.is_grad_enabled():  # somebody will differentiate again
-            found = tuple(None if x is None else _Once.apply(x.requires_grad_()) for x in found)
+            found = tuple(None if x is None else Once.apply(x.requires_grad_()) for x in found)
         return (*found, None, None, None, None)
 
     @staticmethod
@@ -52,15 +66,15 @@ class ChunkedLoss(torch.autograd.Function):
         if of_loss is None and of_lse is None:
             return None, None, None
         if made is not None and of_lse is None:
-            return finish(made, hidden, weight, of_loss)
-        into = grad_to_add_to(ctx.how, ctx.leaf) if ctx.how.into_grad and ctx.wants[1] else None
+            return finish(made, hidden, weight, above_tokens(ctx.how, target, of_loss))
+        into = grad_to_add_to(ctx)
         *_, made = passes(ctx.how, hidden, weight, target, bias, class_weight, ctx.wants, lse, (of_loss, of_lse), into)
         if into is not None:
             made.weight = None
         return finish(made, hidden, weight, None)
 
 
-class _Once(torch.autograd.Function):
+class Once(torch.autograd.Function):
     """The gradient itself; its own gradient is an error. It does not depend on nothing, as it would else seem to."""
 
     @staticmethod

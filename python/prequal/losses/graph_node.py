@@ -12,7 +12,8 @@ from prequal.ops._rows import wide_of
 from prequal.registry import LIBRARY, NAMESPACE
 
 from .checks import check_call
-from .tokens import Loss
+from .eager import Once
+from .tokens import Loss, above_tokens
 from .walk import finish, finished, passes
 
 _SCHEMA = (
@@ -110,13 +111,16 @@ def _walk(ctx, of_loss, of_lse, *unused):
         packet = getattr(getattr(torch.ops, NAMESPACE), _BACKWARD)
         found = packet(hidden, weight, target, bias, class_weight, *ctx.plain, lse, of_loss, grad_lse)
     else:
-        factor = of_loss.to(scale.dtype) * scale
+        factor = above_tokens(_loss_of(weight, ctx.plain)[0], target, of_loss).to(scale.dtype) * scale
         found = (
             finished(of_hidden, hidden, factor[:1], True),
             finished(of_weight, weight, factor[1:], True),
             finished(of_bias, weight, factor[:1], True),
         )
-    dh, dw, db = (x if asks else None for x, asks in zip(found, wants, strict=True))
+    found = tuple(x if asks else None for x, asks in zip(found, wants, strict=True))
+    if torch.is_grad_enabled():  # somebody will differentiate again: not where a graph is made
+        found = tuple(None if x is None else Once.apply(x.detach().requires_grad_()) for x in found)
+    dh, dw, db = found
     return (dh, dw, None, db, None, *(None for _ in ctx.plain))
 
 

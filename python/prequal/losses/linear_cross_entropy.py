@@ -82,8 +82,7 @@ def linear_cross_entropy(
         TypeError, ValueError: an argument is not as above.
     """
     tensors = (hidden, weight, target, bias, class_weight)
-    if not torch.compiler.is_dynamo_compiling():  # there the fake of the node does it
-        check_call(*tensors, ignore_index, reduction, label_smoothing, z_loss, softcap, max_workspace_bytes)
+    check_call(*tensors, ignore_index, reduction, label_smoothing, z_loss, softcap, max_workspace_bytes)
     for name, value in (
         ("return_lse", return_lse),
         ("checked", checked),
@@ -122,7 +121,8 @@ def linear_cross_entropy(
 
     if accumulate_into_grad:
         check_accumulation(weight, weight_grad_dtype)
-    flat, target_flat = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long()
+    # -1 would stand for any number of tokens where H is 0
+    flat, target_flat = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1).long()
     if class_weight is not None:
         class_weight = class_weight.detach()
 

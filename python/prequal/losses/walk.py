@@ -53,7 +53,8 @@ def scaled_for_fp16(coefficients: Tensor) -> tuple[Tensor, Tensor]:
     p / N is below fp16's smallest number, 6e-8, at sizes of every day: the gradient of the logits is computed from
     these, and the rest multiplied in at the end.
     """
-    peak = torch.nan_to_num(coefficients.abs().flatten(), posinf=torch.inf)
+    # a token whose upstream gradient is inf or NaN keeps it for itself
+    peak = torch.nan_to_num(coefficients.abs().flatten(), nan=0.0, posinf=0.0)
     largest = torch.cat((peak, peak.new_zeros(1))).amax()
     factor = torch.where(largest > 0, largest, 1.0).reshape(1)
     return coefficients / factor, factor

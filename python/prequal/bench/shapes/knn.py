@@ -62,12 +62,12 @@ ROWS = 1024  # queries that are compared with the reference, which looks at ever
 JITTER = 1e-3  # a fiftieth of the distance between 8,000 references in a unit cube
 # (distribution, k, k in the quick list)
 KINDS: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = (
-    ("volume + jitter", (1, 8, 32, 128), (1, 8, 32)),
-    ("uniform, independent", (1, 8), (1,)),
-    ("smooth sphere", (1,), (1,)),
+    ("volume + jitter", (1, 8, 32, 128), (1, 8)),
+    ("uniform, independent", (1, 8), ()),
+    ("smooth sphere", (1,), ()),
     ("clustered", (1, 8), (1,)),
     ("duplicates", (1,), ()),
-    ("one far outlier", (1,), (1,)),
+    ("one far outlier", (1,), ()),
     ("queries far away", (1,), ()),
     ("all scales", (1, 8), (1,)),
     ("centre of a sphere", (1,), ()),
