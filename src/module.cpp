@@ -187,10 +187,11 @@ NB_MODULE(_native, m) {
   def<ops::moe_unpermute_backward>(m, "moe_unpermute_backward", {"grad", "yp", "row_map", "weights", "weights_grad"});
   def<ops::message_passing_csr>(m, "message_passing_csr",
                                 {"x", "row_ptr", "column", "edge", "edge_weight", "t_row_ptr", "t_column", "t_edge",
-                                 "reduce", "keep", "longest", "t_longest"});
-  def<ops::message_passing_csr_backward>(m, "message_passing_csr_backward",
-                                         {"grad", "x", "row_ptr", "column", "edge", "edge_weight", "t_row_ptr",
-                                          "t_column", "t_edge", "arg", "state", "reduce", "weight_grad", "t_longest"});
+                                 "previous", "reduce", "keep", "longest", "t_longest"});
+  def<ops::message_passing_csr_backward>(
+      m, "message_passing_csr_backward",
+      {"grad", "x", "row_ptr", "column", "edge", "edge_weight", "t_row_ptr", "t_column", "t_edge", "arg", "state",
+       "previous", "reduce", "weight_grad", "t_longest"});
 
   m.def("ops", [] {
     nb::list all;

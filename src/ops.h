@@ -192,19 +192,15 @@ std::tuple<Buffer, Buffer> moe_unpermute_backward(const Context&, const Tensor& 
                                                   bool weights_grad);
 
 // src/ops/message_passing.cu
-std::tuple<Buffer, Buffer, Buffer> message_passing_csr(const Context&, const Tensor& x, const Tensor& row_ptr,
-                                                       const Tensor& column, const std::optional<Tensor>& edge,
-                                                       const std::optional<Tensor>& edge_weight,
-                                                       const std::optional<Tensor>& t_row_ptr,
-                                                       const std::optional<Tensor>& t_column,
-                                                       const std::optional<Tensor>& t_edge, const std::string& reduce,
-                                                       bool keep, int64_t longest, int64_t t_longest);
-std::tuple<Buffer, Buffer> message_passing_csr_backward(const Context&, const Tensor& grad, const Tensor& x,
-                                                        const Tensor& row_ptr, const Tensor& column,
-                                                        const std::optional<Tensor>& edge,
-                                                        const std::optional<Tensor>& edge_weight,
-                                                        const Tensor& t_row_ptr, const Tensor& t_column,
-                                                        const Tensor& t_edge, const Tensor& arg, const Tensor& state,
-                                                        const std::string& reduce, bool weight_grad, int64_t t_longest);
+std::tuple<Buffer, Buffer, Buffer> message_passing_csr(
+    const Context&, const Tensor& x, const Tensor& row_ptr, const Tensor& column, const std::optional<Tensor>& edge,
+    const std::optional<Tensor>& edge_weight, const std::optional<Tensor>& t_row_ptr,
+    const std::optional<Tensor>& t_column, const std::optional<Tensor>& t_edge, const std::optional<Tensor>& previous,
+    const std::string& reduce, bool keep, int64_t longest, int64_t t_longest);
+std::tuple<Buffer, Buffer> message_passing_csr_backward(
+    const Context&, const Tensor& grad, const Tensor& x, const Tensor& row_ptr, const Tensor& column,
+    const std::optional<Tensor>& edge, const std::optional<Tensor>& edge_weight, const Tensor& t_row_ptr,
+    const Tensor& t_column, const Tensor& t_edge, const Tensor& arg, const Tensor& state,
+    const std::optional<Tensor>& previous, const std::string& reduce, bool weight_grad, int64_t t_longest);
 
 }  // namespace prequal::ops

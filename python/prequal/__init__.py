@@ -29,11 +29,14 @@ _LATER = {
     "NullContext": "null_context",
     "NullContextReport": "null_context",
     "Report": "runtime.qualify",
+    "SpatioTemporalPlan": "graph",
     "TensorSpec": "runtime.qualify",
     "metrics": "runtime.metrics",
     "patch": "integrations.patching",
+    "patch_geometric": "integrations.geometric",
     "patch_null_context": "integrations.cross_attention",
     "unpatch": "integrations.patching",
+    "unpatch_geometric": "integrations.geometric",
     "unpatch_null_context": "integrations.cross_attention",
     "verify_replacement": "bench.replacement",
 }
@@ -42,10 +45,13 @@ _cause = None
 if TYPE_CHECKING:
     from .bench.replacement import verify_replacement as verify_replacement
     from .graph import GraphPlan as GraphPlan
+    from .graph import SpatioTemporalPlan as SpatioTemporalPlan
     from .integrations import patch as patch
     from .integrations import unpatch as unpatch
     from .integrations.cross_attention import patch_null_context as patch_null_context
     from .integrations.cross_attention import unpatch_null_context as unpatch_null_context
+    from .integrations.geometric import patch_geometric as patch_geometric
+    from .integrations.geometric import unpatch_geometric as unpatch_geometric
     from .null_context import CrossAttention as CrossAttention
     from .null_context import GuidedCondition as GuidedCondition
     from .null_context import NullCondition as NullCondition

@@ -1,4 +1,4 @@
-// y[i, f] = reduce over the edges e of row i of w[e] x[column[e], f]; sum, mean, max, min, softmax.  x [M, F] -> y [N, F]
+// y[i, f] = reduce over edges e of row i of w[e] x[column[e], f]. x [M, F], from column M on previous [P, F] -> y [N, F]
 // A team of 4 to 32 lanes owns a row and a tile of its columns, reads its edges' indices a team at a time and has four rows
 // of x on their way. Rows longer than `long_row` are cut at multiples of `chunk`, a team a piece; then a block adds them up.
 // Bytes: E F sizeof(T) gathered, mostly from L2, M F sizeof(T) of them from memory, N F sizeof(T) written, E 4 of indices.
@@ -122,8 +122,8 @@ template <class T>
 struct Work {
   Csr csr;
   Weights weights;
-  const T* x;  // [csr.columns, width]: what is gathered
-  int64_t stride;
+  const T* x;  // [x_rows, width]: what is gathered
+  int64_t x_rows, stride;
   int width;
   T* y;          // [csr.rows, width]
   void* arg;     // [csr.rows, width] of the dtype of csr, or null
@@ -132,8 +132,11 @@ struct Work {
   bool divides;  // by the length of the row
   // of gradients
   const void* divisors;  // [csr.columns + 1] or null: a row_ptr, by whose lengths what is gathered is divided
-  const T* own;          // [csr.rows, width]: x
-  int64_t own_stride;
+  const T* own;          // [own_rows, width]: x
+  int64_t own_rows, own_stride;
+  // of two inputs: the nodes past x_rows, of gradients past own_rows
+  const T* previous;  // [P, width]
+  int64_t previous_stride;
   const void* chosen;     // [csr.columns, width]: arg of the forward call, of the dtype of csr
   const float* softened;  // [2, csr.columns, width]: state of the forward call
   // how it is cut
@@ -143,6 +146,12 @@ struct Work {
   int64_t* starts;  // [chunks]: the long row that begins there, or -1
   int64_t chunks;
 
+  __device__ __forceinline__ const T* gathered(int64_t node) const {
+    return node < x_rows ? x + node * stride : previous + (node - x_rows) * previous_stride;
+  }
+  __device__ __forceinline__ const T* owned(int64_t node) const {
+    return node < own_rows ? own + node * own_stride : previous + (node - own_rows) * previous_stride;
+  }
   __device__ __forceinline__ int64_t length_of_gathered(int64_t row) const {
     return csr.at(divisors, row + 1) - csr.at(divisors, row);
   }
@@ -231,8 +240,10 @@ struct State<Kind::softmax, N> {
   }
 };
 
-// What `ahead` edges hand on: the number of the row that is gathered (-1: none), the weight, the edge.
+// What `ahead` edges hand on: the row that is gathered (null: none), the weight, the edge. Gradients know it by its number.
+template <class T>
 struct Edges {
+  const T* at[ahead];
   int64_t from[ahead], edge[ahead];
   float weight[ahead];
   unsigned place[ahead];
@@ -240,13 +251,12 @@ struct Edges {
 
 template <class T, bool Words, Kind kind>
 __device__ __forceinline__ void take(const Work<T>& work, State<kind, Access<T, Words>::values>& state,
-                                     const Edges& edges, const typename Access<T, Words>::Held& own, int column) {
+                                     const Edges<T>& edges, const typename Access<T, Words>::Held& own, int column) {
   using Of = Access<T, Words>;
   typename Of::Held held[ahead];
 #pragma unroll
   for (int n = 0; n < ahead; ++n) {
-    const bool there = edges.from[n] >= 0 && column < work.width;
-    held[n] = there ? Of::read(work.x + edges.from[n] * work.stride + column) : Of::none();
+    held[n] = edges.at[n] && column < work.width ? Of::read(edges.at[n] + column) : Of::none();
   }
 
   if constexpr (kind == Kind::softmax) {
@@ -256,22 +266,24 @@ __device__ __forceinline__ void take(const Work<T>& work, State<kind, Access<T, 
 #pragma unroll
       for (int n = 0; n < ahead; ++n) {
         message[n] = edges.weight[n] * Of::value(held[n], i);
-        if (edges.from[n] >= 0) higher = fmaxf(higher, message[n]);
+        if (edges.at[n]) higher = fmaxf(higher, message[n]);
       }
       state.rescale(i, higher);
 #pragma unroll
       for (int n = 0; n < ahead; ++n) {
-        const float part = edges.from[n] >= 0 ? __expf(message[n] - higher) : 0.0f;
+        const float part = edges.at[n] ? __expf(message[n] - higher) : 0.0f;
         state.exponentials[i] += part, state.total[i] += part * message[n];
       }
     }
   } else {
 #pragma unroll
     for (int n = 0; n < ahead; ++n) {
-      if (edges.from[n] < 0) continue;
-      const int64_t there = edges.from[n] * work.width + column;
-      const int64_t plane = work.csr.columns * work.width;
-      if (kind >= Kind::pull_extreme && column >= work.width) continue;
+      if (!edges.at[n]) continue;
+      int64_t there = 0, plane = 0;
+      if constexpr (kind >= Kind::pull_extreme) {
+        if (column >= work.width) continue;
+        there = edges.from[n] * work.width + column, plane = work.csr.columns * work.width;
+      }
 #pragma unroll
       for (int i = 0; i < Of::values; ++i) {
         const float value = Of::value(held[n], i);
@@ -301,25 +313,28 @@ __device__ __forceinline__ State<kind, Access<T, Words>::values> walk(const Work
   state.clear();
   typename Of::Held own = Of::none();
   if constexpr (kind == Kind::pull_softmax) {
-    if (begin < end && column < work.width) own = Of::read(work.own + row * work.own_stride + column);
+    if (begin < end && column < work.width) own = Of::read(work.owned(row) + column);
   }
 
   for (int64_t base = begin; __any_sync(whole_warp, base < end); base += work.team) {
+    const T* at = nullptr;
     int64_t from = -1, edge = -1;
     float weight = 0.0f;
     if (base + lane < end) {
       edge = work.csr.edge_at(base + lane);
       if (edge >= 0) from = work.csr.column_at(base + lane);
-      if (from >= 0) weight = work.weights.at(edge);
+      if (from >= 0) at = work.gathered(from), weight = work.weights.at(edge);
       if (from >= 0 && work.divisors) weight /= static_cast<float>(max(work.length_of_gathered(from), int64_t{1}));
     }
     for (int j = 0; j < work.team; j += ahead) {
       if (!__any_sync(whole_warp, base + j < end)) break;
-      Edges edges;
+      Edges<T> edges;
 #pragma unroll
       for (int n = 0; n < ahead; ++n) {
-        edges.from[n] = __shfl_sync(whole_warp, from, j + n, work.team);
+        edges.at[n] = reinterpret_cast<const T*>(
+            __shfl_sync(whole_warp, reinterpret_cast<unsigned long long>(at), j + n, work.team));
         edges.weight[n] = __shfl_sync(whole_warp, weight, j + n, work.team);
+        if constexpr (kind >= Kind::pull_extreme) edges.from[n] = __shfl_sync(whole_warp, from, j + n, work.team);
         if constexpr (kind == Kind::pull_extreme) edges.edge[n] = __shfl_sync(whole_warp, edge, j + n, work.team);
         if constexpr (kind == Kind::extreme) edges.place[n] = static_cast<unsigned>(base + j + n - first);
       }
@@ -478,7 +493,7 @@ __global__ void __launch_bounds__(threads) weights_kernel(Work<T> work, void* dw
     float sum = 0.0f;
     for (int column = lane * Of::values; its_row >= 0 && column < work.width; column += work.team * Of::values) {
       const auto grad = Of::read(work.x + its_from * work.stride + column);
-      const auto own = Of::read(work.own + its_row * work.own_stride + column);
+      const auto own = Of::read(work.owned(its_row) + column);
       const int64_t there = its_from * work.width + column;
 #pragma unroll
       for (int i = 0; i < Of::values; ++i) {
@@ -584,11 +599,11 @@ Csr csr_of(const Tensor& row_ptr, const Tensor& column, const std::optional<Tens
   return csr;
 }
 
-Csr transpose_of(const Tensor& t_row_ptr, const Tensor& t_column, const Tensor& t_edge, int64_t rows, const Tensor& x,
+Csr transpose_of(const Tensor& t_row_ptr, const Tensor& t_column, const Tensor& t_edge, int64_t rows, int64_t nodes,
                  const Tensor& row_ptr, const Tensor& column) {
   const Csr csr = csr_of(t_row_ptr, t_column, t_edge, rows, "t_row_ptr", "t_column", "t_edge", row_ptr);
-  if (csr.rows != x.shape[0]) {
-    wrong_value("t_row_ptr", "shape [" + std::to_string(x.shape[0] + 1) + "]", shape_of(t_row_ptr));
+  if (csr.rows != nodes) {
+    wrong_value("t_row_ptr", "shape [" + std::to_string(nodes + 1) + "]", shape_of(t_row_ptr));
   }
   has_edges("t_column", t_column, column);
   return csr;
@@ -613,6 +628,18 @@ Weights weights_of(const std::optional<Tensor>& edge_weight, const Tensor& colum
   return {edge_weight->data, edge_weight->dtype, edge_weight->stride[0]};
 }
 
+// How many there are to gather: rows of x, then of previous.
+int64_t nodes_of(const Tensor& x, const std::optional<Tensor>& previous) {
+  if (!previous) return x.shape[0];
+  if (previous->dtype != x.dtype) {
+    wrong_type("previous", std::string(name_of(x.dtype)) + " like x", name_of(previous->dtype));
+  }
+  if (previous->rank != 2 || previous->shape[1] != x.shape[1]) {
+    wrong_value("previous", "shape [P, " + std::to_string(x.shape[1]) + "]", shape_of(*previous));
+  }
+  return x.shape[0] + previous->shape[0];
+}
+
 bool in_words(const Tensor& x) {
   return x.shape[1] * x.itemsize % 16 == 0 && aligned(x.data, x.stride[0] * x.itemsize, 16);
 }
@@ -623,19 +650,21 @@ std::tuple<Buffer, Buffer, Buffer> message_passing_csr(
     const Context& context, const Tensor& x /*[M, F]*/, const Tensor& row_ptr /*[N + 1]*/, const Tensor& column /*[E]*/,
     const std::optional<Tensor>& edge /*[E]*/, const std::optional<Tensor>& edge_weight /*[E]*/,
     const std::optional<Tensor>& t_row_ptr /*[M + 1]*/, const std::optional<Tensor>& t_column /*[E]*/,
-    const std::optional<Tensor>& t_edge /*[E]*/, const std::string& reduce, bool keep, int64_t longest,
-    int64_t t_longest) {
+    const std::optional<Tensor>& t_edge /*[E]*/, const std::optional<Tensor>& previous /*[P, F]*/,
+    const std::string& reduce, bool keep, int64_t longest, int64_t t_longest) {
   const Kind kind = kind_of(reduce);
   if (x.rank != 2) wrong_value("x", "shape [M, F]", shape_of(x));
-  const Csr csr = csr_of(row_ptr, column, edge, x.shape[0], "row_ptr", "column", "edge", row_ptr);
+  const int64_t nodes = nodes_of(x, previous);
+  const Csr csr = csr_of(row_ptr, column, edge, nodes, "row_ptr", "column", "edge", row_ptr);
   const Weights weights = weights_of(edge_weight, column, x);
   is_length("longest", longest), is_length("t_longest", t_longest);
   if (t_row_ptr && t_column && t_edge) {  // for the gradient alone; wrong ones are told now
-    transpose_of(*t_row_ptr, *t_column, *t_edge, csr.rows, x, row_ptr, column);
+    transpose_of(*t_row_ptr, *t_column, *t_edge, csr.rows, nodes, row_ptr, column);
   }
   if (x.shape[1] > widest_row || csr.edges > most_edges) throw Refused{"size"};
   for (const Tensor* each : {&x, &row_ptr, &column}) is_dense(*each);
   if (edge) is_dense(*edge);
+  if (previous) is_dense(*previous);
 
   std::optional<Buffer> y, arg, state;
   dispatch(x.dtype, Floats{}, [&]<class T>() {
@@ -647,6 +676,8 @@ std::tuple<Buffer, Buffer, Buffer> message_passing_csr(
     work.csr = csr, work.weights = weights;
     work.x = x.as<const T>(), work.stride = x.stride[0], work.width = static_cast<int>(width);
     work.y = y->template as<T>(), work.sign = reduce == "min" ? -1.0f : 1.0f, work.divides = is_mean(reduce);
+    work.x_rows = x.shape[0];
+    if (previous) work.previous = previous->as<const T>(), work.previous_stride = previous->stride[0];
     if (keep && kind == Kind::extreme) work.arg = arg->view().data;
     if (keep && kind == Kind::softmax) work.state = state->template as<float>();
     const auto with = [&]<bool Words>(std::bool_constant<Words>) {
@@ -656,7 +687,7 @@ std::tuple<Buffer, Buffer, Buffer> message_passing_csr(
         default: return run<T, Words, Kind::softmax>(context, work, longest);
       }
     };
-    in_words(x) ? with(std::true_type{}) : with(std::false_type{});
+    in_words(x) && (!previous || in_words(*previous)) ? with(std::true_type{}) : with(std::false_type{});
   });
   return {std::move(*y), std::move(*arg), std::move(*state)};
 }
@@ -666,13 +697,15 @@ std::tuple<Buffer, Buffer> message_passing_csr_backward(
     const Tensor& row_ptr /*[N + 1]*/, const Tensor& column /*[E]*/, const std::optional<Tensor>& edge /*[E]*/,
     const std::optional<Tensor>& edge_weight /*[E]*/, const Tensor& t_row_ptr /*[M + 1]*/,
     const Tensor& t_column /*[E]*/, const Tensor& t_edge /*[E]*/, const Tensor& arg /*[N, F] or [0, F]*/,
-    const Tensor& state /*[2, N, F] or [0, N, F]*/, const std::string& reduce, bool weight_grad, int64_t t_longest) {
+    const Tensor& state /*[2, N, F] or [0, N, F]*/, const std::optional<Tensor>& previous /*[P, F]*/,
+    const std::string& reduce, bool weight_grad, int64_t t_longest) {
   const Kind kind = kind_of(reduce);
   if (x.rank != 2) wrong_value("x", "shape [M, F]", shape_of(x));
-  const Csr forward = csr_of(row_ptr, column, edge, x.shape[0], "row_ptr", "column", "edge", row_ptr);
+  const int64_t nodes = nodes_of(x, previous);
+  const Csr forward = csr_of(row_ptr, column, edge, nodes, "row_ptr", "column", "edge", row_ptr);
   const Weights weights = weights_of(edge_weight, column, x);
   is_length("t_longest", t_longest);
-  const Csr csr = transpose_of(t_row_ptr, t_column, t_edge, forward.rows, x, row_ptr, column);
+  const Csr csr = transpose_of(t_row_ptr, t_column, t_edge, forward.rows, nodes, row_ptr, column);
   const std::string rows = std::to_string(forward.rows), width = std::to_string(x.shape[1]);
   if (grad.dtype != x.dtype) wrong_type("grad", std::string(name_of(x.dtype)) + " like x", name_of(grad.dtype));
   if (grad.rank != 2 || grad.shape[0] != forward.rows || grad.shape[1] != x.shape[1]) {
@@ -695,6 +728,7 @@ std::tuple<Buffer, Buffer> message_passing_csr_backward(
   if (x.shape[1] > widest_row || csr.edges > most_edges) throw Refused{"size"};
   for (const Tensor* each : {&x, &grad, &row_ptr, &column, &t_row_ptr, &t_column, &t_edge}) is_dense(*each);
   if (edge) is_dense(*edge);
+  if (previous) is_dense(*previous);
   if (!arg.contiguous_from(0) || !state.contiguous_from(0)) throw Refused{"contiguous"};
 
   std::optional<Buffer> dx, dweight;
@@ -707,7 +741,9 @@ std::tuple<Buffer, Buffer> message_passing_csr_backward(
     work.x = grad.as<const T>(), work.stride = grad.stride[0], work.width = static_cast<int>(x.shape[1]);
     work.y = dx->template as<T>(), work.sign = 1.0f;
     work.divisors = is_mean(reduce) ? row_ptr.data : nullptr;
-    work.own = x.as<const T>(), work.own_stride = x.stride[0];
+    work.x_rows = csr.columns;
+    work.own = x.as<const T>(), work.own_rows = x.shape[0], work.own_stride = x.stride[0];
+    if (previous) work.previous = previous->as<const T>(), work.previous_stride = previous->stride[0];
     work.chosen = arg.data, work.softened = state.as<const float>();
     const auto with = [&]<bool Words, Kind forwards, Kind pull>(std::bool_constant<Words>,
                                                                 std::integral_constant<Kind, forwards>,
@@ -733,7 +769,8 @@ std::tuple<Buffer, Buffer> message_passing_csr_backward(
           return with(words, integral_constant<Kind, Kind::softmax>{}, integral_constant<Kind, Kind::pull_softmax>{});
       }
     };
-    in_words(x) && in_words(grad) ? each(std::true_type{}) : each(std::false_type{});
+    in_words(x) && in_words(grad) && (!previous || in_words(*previous)) ? each(std::true_type{})
+                                                                        : each(std::false_type{});
   });
   return {std::move(*dx), std::move(*dweight)};
 }

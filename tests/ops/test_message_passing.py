@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import prequal
-from prequal.graph import GraphPlan
+from prequal.graph import GraphPlan, SpatioTemporalPlan
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 REDUCES = ("sum", "mean", "max", "min", "softmax")
@@ -279,8 +279,8 @@ def test_copies_and_pickles_are_built_anew(device):
         ([[0]], 1, TypeError, r"edge_index: expected a torch.Tensor, got list"),
         (torch.zeros(2, 3), 1, TypeError, r"edge_index: expected int32 or int64, got float32"),
         (torch.zeros(3, 2, dtype=torch.int64), 1, ValueError, r"edge_index: expected shape \[2, E\], got \[3, 2\]"),
-        (torch.tensor([[0], [4]]), 4, ValueError, r"edge_index: expected nodes in 0 to 3, got 0 to 4"),
-        (torch.tensor([[-1], [0]]), 4, ValueError, r"edge_index: expected nodes in 0 to 3, got -1 to 0"),
+        (torch.tensor([[0], [4]]), 4, ValueError, r"edge_index: expected nodes in 0 to 3, got 4 to 4"),
+        (torch.tensor([[-1], [0]]), 4, ValueError, r"edge_index: expected nodes in 0 to 3, got -1 to -1"),
         (torch.tensor([[0], [0]]), -1, ValueError, r"num_nodes: expected 0 to "),
         (torch.tensor([[0], [0]]), 1.5, TypeError, r"num_nodes: expected an int, got float"),
     ],
@@ -296,6 +296,171 @@ def test_a_wrong_call_by_plan_says_what_is_wrong(device):
         prequal.message_passing(torch.ones(8, 4, device=device), plan)
     with pytest.raises(ValueError, match=r"return_arg: expected reduce 'max' or 'min', got 'sum'"):
         prequal.message_passing(torch.ones(9, 4, device=device), plan, return_arg=True)
+
+
+# ---- two inputs --------------------------------------------------------------------------------------------------
+
+
+def two_steps(device, nodes, before, spatial, temporal, *, hub=0):
+    """Spatial edges among `nodes`, temporal ones from `before` others; `hub` of each kind go to node 0."""
+    generator = torch.Generator().manual_seed(nodes + spatial)
+    found = []
+    for sources, edges in ((nodes, spatial), (before, temporal)):
+        ends = torch.stack([torch.randint(0, n, (edges,), generator=generator) for n in (sources, nodes)])
+        ends[1, :hub] = 0
+        found.append(ends.to(device))
+    return SpatioTemporalPlan(*found, nodes, before)
+
+
+def as_one_graph(plan, x, previous):
+    """The same messages in one graph of N + P nodes, of which the P have no edges that arrive."""
+    shift = torch.tensor([[plan.num_nodes], [0]], device=x.device)
+    edges = torch.cat((plan.spatial_edge_index, plan.temporal_edge_index + shift), 1)
+    return torch.cat((x, previous)), edges
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize(
+    ("nodes", "before", "spatial", "temporal", "width", "hub"),
+    [(1, 1, 1, 1, 1, 0), (53, 31, 400, 97, 33, 0), (40, 61, 1500, 1400, 64, 700), (7, 3, 0, 20, 8, 0)],
+)
+def test_two_inputs_are_near_numpys_reduction_over_both(
+    device, nodes, before, spatial, temporal, width, hub, reduce, dtype
+):
+    plan = two_steps(device, nodes, before, spatial, temporal, hub=hub)
+    x, previous = features(device, nodes, width, dtype), features(device, before, width, dtype, seed=1)
+    weight = weights_of(device, spatial + temporal)
+    got = prequal.spatiotemporal_message_passing(x, previous, plan, edge_weight=weight, reduce=reduce)
+    everything, edges = as_one_graph(plan, x, previous)
+    want = by_numpy(everything, edges, weight, reduce)[:nodes]
+    # as of one input
+    np.testing.assert_allclose(got.double().cpu().numpy(), want, rtol=1.01 * EPSILON[dtype] + 1e-5, atol=2e-4)
+    if device.type == "cuda":
+        assert prequal.stats()["message_passing_csr"][str(device)] == {"fast": 1, "reference": {}}
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize("hub", [0, 600])
+def test_two_inputs_have_the_bits_and_gradients_of_their_concatenation(device, reduce, hub):
+    plan = two_steps(device, 40, 30, 900, 800, hub=hub)
+    x, previous = (features(device, n, 32, seed=n).requires_grad_() for n in (40, 30))
+    weight, grad = weights_of(device, 1700).requires_grad_(), features(device, 40, 32, seed=2)
+    two = prequal.spatiotemporal_message_passing(x, previous, plan, edge_weight=weight, reduce=reduce)
+    everything, edges = as_one_graph(plan, x, previous)
+    one = prequal.message_passing(everything, GraphPlan(edges, 70), edge_weight=weight, reduce=reduce)[:40]
+    assert torch.equal(two, one)
+    inputs = (x, previous, weight)
+    for a, b in zip(*(torch.autograd.grad(y, inputs, grad) for y in (two, one)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+def test_gradients_of_two_inputs_are_those_of_finite_differences(reduce):
+    plan = two_steps(torch.device("cpu"), 5, 4, 12, 9)
+    x, previous = (features(torch.device("cpu"), n, 3).double().requires_grad_() for n in (5, 4))
+    weight = weights_of(torch.device("cpu"), 21).double().requires_grad_()
+
+    def call(x, previous, weight):
+        return prequal.spatiotemporal_message_passing(x, previous, plan, edge_weight=weight, reduce=reduce)
+
+    assert torch.autograd.gradcheck(call, (x, previous, weight))
+    assert torch.autograd.gradgradcheck(call, (x, previous, weight))
+
+
+def test_a_mean_of_two_inputs_is_by_all_edges_and_arguments_count_them_through(device):
+    spatial, temporal = torch.tensor([[1], [0]], device=device), torch.tensor([[0, 0, 1], [0, 0, 1]], device=device)
+    plan = SpatioTemporalPlan(spatial, temporal, 2)
+    x, previous = torch.tensor([[1.0], [2.0]], device=device), torch.tensor([[5.0], [7.0]], device=device)
+    assert prequal.spatiotemporal_message_passing(x, previous, plan, reduce="mean").tolist() == [[4.0], [7.0]]
+    y, arg = prequal.spatiotemporal_message_passing(x, previous, plan, reduce="max", return_arg=True)
+    assert y.tolist() == [[5.0], [7.0]]
+    assert arg.tolist() == [[1], [3]]
+
+
+def test_a_write_to_either_kind_of_edges_makes_a_plan_stale(device):
+    x = features(device, 9, 8)
+    for name in ("spatial_edge_index", "temporal_edge_index"):
+        plan = two_steps(device, 9, 9, 30, 20)
+        getattr(plan, name)[1] = 3
+        with pytest.raises(prequal.StaleIndexError, match=rf"{name}: .* rebuild"):
+            prequal.spatiotemporal_message_passing(x, x, plan)
+        plan.rebuild()
+        prequal.spatiotemporal_message_passing(x, x, plan)
+
+
+def test_copies_and_pickles_of_both_kinds_are_built_anew(device):
+    plan = two_steps(device, 9, 5, 30, 20)
+    for other in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert torch.equal(other.column, plan.column)
+        assert (other.num_nodes, other.num_previous) == (9, 5)
+    assert repr(plan).startswith("SpatioTemporalPlan(9 nodes after 5, 30 + 20 edges on ")
+
+
+@pytest.mark.parametrize(
+    ("spatial", "temporal", "nodes", "error", "match"),
+    [
+        ([[0]], torch.zeros(2, 1, dtype=torch.int64), (1,), TypeError, r"spatial_edge_index: expected a torch.Tensor"),
+        (
+            torch.zeros(2, 1, dtype=torch.int64),
+            torch.zeros(2, 1, dtype=torch.int32),
+            (1,),
+            TypeError,
+            r"temporal_edge_index: expected int64 like spatial_edge_index, got int32",
+        ),
+        (
+            torch.tensor([[3], [0]]),
+            torch.tensor([[0], [0]]),
+            (3, 9),
+            ValueError,
+            r"spatial_edge_index: expected nodes in 0 to 2, got 3 to 3",
+        ),
+        (
+            torch.tensor([[0], [0]]),
+            torch.tensor([[4], [0]]),
+            (9, 4),
+            ValueError,
+            r"temporal_edge_index: expected nodes in 0 to 3, got 4 to 4",
+        ),
+        (torch.tensor([[0], [0]]), torch.tensor([[0], [0]]), (1, -1), ValueError, r"num_previous: expected 0 to "),
+    ],
+)
+def test_a_wrong_plan_of_two_inputs_says_what_is_wrong(spatial, temporal, nodes, error, match):
+    with pytest.raises(error, match=match):
+        SpatioTemporalPlan(spatial, temporal, *nodes)
+
+
+def test_a_wrong_call_of_two_inputs_says_what_is_wrong(device):
+    plan, x = two_steps(device, 9, 5, 30, 20), torch.ones(9, 4, device=device)
+    for previous, error, match in (
+        (x, ValueError, r"previous: expected shape \[5, 4\], got \[9, 4\]"),
+        (x[:5].half(), TypeError, r"previous: expected float32 like x, got float16"),
+        ([1.0], TypeError, r"previous: expected a torch.Tensor, got list"),
+    ):
+        with pytest.raises(error, match=match):
+            prequal.spatiotemporal_message_passing(x, previous, plan)
+    with pytest.raises(ValueError, match=r"edge_weight: expected the shape \[50\] of column, got \[30\]"):
+        prequal.spatiotemporal_message_passing(x, x[:5], plan, edge_weight=torch.ones(30, device=device))
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+def test_a_bipartite_plan_counts_sources_and_targets_apart(device, reduce):
+    generator = torch.Generator().manual_seed(0)
+    edge_index = torch.stack([torch.randint(0, n, (60,), generator=generator) for n in (31, 8)]).to(device)
+    x = features(device, 31, 16).requires_grad_()
+    got = prequal.message_passing(x, GraphPlan(edge_index, 8, 31), reduce=reduce)
+    want = prequal.message_passing(x, GraphPlan(edge_index, 31), reduce=reduce)
+    assert torch.equal(got, want[:8])
+    for a, b in zip(torch.autograd.grad(got.sum(), x), torch.autograd.grad(want.sum(), x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_a_plan_that_inference_mode_built_serves_training(device):
+    edge_index, x = random_graph(device, 9, 40), features(device, 9, 8).requires_grad_()
+    with torch.inference_mode():
+        plan = GraphPlan(edge_index, 9)
+    prequal.message_passing(x, plan, reduce="max").sum().backward()
+    assert x.grad is not None
 
 
 # ---- on a GPU ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from prequal.registry import BadCall, Sample, op
 from ._rows import FLOATS, normal, stored, wide_of
 
 if TYPE_CHECKING:
-    from prequal.graph import GraphPlan
+    from prequal.graph import GraphPlan, SpatioTemporalPlan
 
 INDICES = (torch.int32, torch.int64)
 REDUCES = ("sum", "mean", "max", "min", "softmax")
@@ -88,25 +88,42 @@ def samples_of(device, backward):
     """Calls of the op, or of its gradient."""
     x = normal(device)
 
-    def call(rows, columns, edges, width, dtype=torch.float32, *, reduce="sum", weight=torch.float32, hub=0, **named):
+    def call(
+        rows,
+        columns,
+        edges,
+        width,
+        dtype=torch.float32,
+        *,
+        reduce="sum",
+        weight=torch.float32,
+        hub=0,
+        split=None,
+        **named,
+    ):
         csr = graph(device, rows, columns, edges, dtype=named.pop("indices", torch.int32), hub=hub)
         generator = torch.Generator().manual_seed(edges)
         share = None
         if weight is not None:
             share = (torch.rand(edges, generator=generator, dtype=torch.float32) - 0.25).to(device, weight)
         features = x(columns, width, dtype=dtype)
+        named["split"] = split
         longest = {"longest": 1 << 20, "t_longest": 1 << 20} if hub else {}
         return finished(features, csr, share, {"reduce": reduce, **longest, **named})
 
     def finished(features, csr, share, named):
+        """Rows of features from named["split"] on are a second input."""
+        split, previous = named.pop("split", None), None
+        if split is not None:
+            features, previous = features[:split], features[split:]
         before = (features, csr["row_ptr"], csr["column"], csr["edge"], share)
         transpose = (csr["t_row_ptr"], csr["t_column"], csr["t_edge"])
         if not backward:
-            return (*before, *transpose), {"keep": True, **named}
-        y, arg, state = message_passing_csr.op.reference(*before, reduce=named["reduce"], keep=True)
+            return (*before, *transpose, previous), {"keep": True, **named}
+        y, arg, state = message_passing_csr.op.reference(*before, previous=previous, reduce=named["reduce"], keep=True)
         grad = x(*y.shape, dtype=features.dtype, of=1)
         named.pop("longest", None)
-        return (grad, *before, *transpose, arg, state), named
+        return (grad, *before, *transpose, arg, state, previous), named
 
     yield Sample("quick", *call(37, 41, 150, 16))
     for reduce in REDUCES:
@@ -124,6 +141,13 @@ def samples_of(device, backward):
             yield Sample(f"{name} weights like x", *call(61, 67, 300, 40, dtype, reduce=reduce, weight=dtype))
             yield Sample(f"{name} hubs", *call(50, 60, 2600, 24, dtype, reduce=reduce, hub=900))
             yield Sample(f"{name} ragged hubs", *call(5, 6, 1283, 7, dtype, reduce=reduce, hub=600))
+        for dtype in FLOATS:
+            two = f"{reduce} {c.short(dtype)} two inputs"
+            yield Sample(two, *call(61, 67, 300, 40, dtype, reduce=reduce, split=31))
+            yield Sample(f"{two}, ragged", *call(97, 89, 513, 129, dtype, reduce=reduce, split=88))
+            yield Sample(f"{two}, hubs", *call(50, 60, 2600, 24, dtype, reduce=reduce, hub=900, split=1))
+        yield Sample(f"{reduce} two inputs, the first empty", *call(7, 9, 40, 8, reduce=reduce, split=0))
+        yield Sample(f"{reduce} two inputs, the second empty", *call(7, 9, 40, 8, reduce=reduce, split=9))
         yield Sample(f"{reduce} int64", *call(61, 67, 300, 40, reduce=reduce, indices=torch.int64))
         yield Sample(f"{reduce} int64 hubs", *call(9, 8, 1500, 36, reduce=reduce, indices=torch.int64, hub=700))
         yield Sample(f"{reduce} hubs that nobody announced", *call(9, 8, 1500, 36, reduce=reduce, hub=700, longest=0))
@@ -142,6 +166,9 @@ def samples_of(device, backward):
             ("every other row", x(90, 64)[::2]),
         ):
             yield Sample(f"{reduce} {what}", *finished(part, csr, share[::2], {"reduce": reduce}))
+            yield Sample(
+                f"{reduce} two inputs, {what}", *finished(part, csr, share[::2], {"reduce": reduce, "split": 20})
+            )
         far = {**csr, "column": csr["column"].clone(), "t_row_ptr": csr["t_row_ptr"].clone()}
         far["column"][7], far["column"][11] = -1, 1 << 30
         far.update(
@@ -191,6 +218,7 @@ def message_passing_csr(
     t_row_ptr: Tensor | None = None,
     t_column: Tensor | None = None,
     t_edge: Tensor | None = None,
+    previous: Tensor | None = None,
     *,
     reduce: str = "sum",
     keep: bool = False,
@@ -204,15 +232,17 @@ def message_passing_csr(
     Args:
         x: [M, F], floating: features of the nodes that messages come from.
         row_ptr: [N + 1], int32 or int64, rising from 0 to E: where each row's edges begin.
-        column: [E], of row_ptr's dtype: where a message comes from. What is not in 0 to M - 1 is left out; for the
-            mean it counts as an edge.
+        column: [E], of row_ptr's dtype: where a message comes from. What is not in 0 to M - 1 (M + P - 1 with previous)
+            is left out; for the mean it counts as an edge.
         edge: [E], of row_ptr's dtype, a permutation: the edge at each place, by whose number edge_weight and arguments
             know it. None: the place itself.
         edge_weight: [E], float32 or of x's dtype. None: all are 1.
-        t_row_ptr: [M + 1], of row_ptr's dtype: the same edges by column, for the gradient. Where it, t_column or t_edge
-            is None, the gradient sorts the edges.
+        t_row_ptr: [M + 1] ([M + P + 1]), of row_ptr's dtype: the same edges by column, for the gradient. Where it,
+            t_column or t_edge is None, the gradient sorts the edges.
         t_column: [E], of row_ptr's dtype: the row of each place there.
         t_edge: [E], of row_ptr's dtype: the edge of each place there.
+        previous: [P, F], of x's dtype: a second input. Column M + j is its row j, so that one reduction takes messages
+            from both; nothing is concatenated.
         reduce: "sum", "mean" (by the number of edges of the row), "max", "min", or "softmax": the mean of the
             messages, column by column, each with the weight exp(message), as in GENConv.
         keep: return what the gradients of max, min and softmax need, too.
@@ -230,19 +260,26 @@ def message_passing_csr(
     Summed in float32 (float64 for float64, and by the reference), in an order that depends on the graph alone, rounded
     once at the end. Duplicate edges are edges of their own. Messages of softmax are finite.
 
-    The gradient of x and edge_weight is `message_passing_csr_backward`. That of max and min goes to the edge in arg.
+    The gradient of x, edge_weight and previous is `message_passing_csr_backward`. That of max and min goes to the edge
+    in arg.
 
     Raises:
-        TypeError: not tensors; x or edge_weight not floating; an index not int32 or int64, or of two dtypes.
-        ValueError: x not [M, F]; row_ptr not [N + 1]; column, edge and edge_weight not [E]; an unknown reduce; two
-            devices.
+        TypeError: not tensors; x or edge_weight not floating; previous not of x's dtype; an index not int32 or int64,
+            or of two dtypes.
+        ValueError: x not [M, F]; previous not [P, F]; row_ptr not [N + 1]; column, edge and edge_weight not [E]; an
+            unknown reduce; two devices.
 
     Contract: Tolerance (TOLERANCE in the source, with its arithmetic); arg is equal.
 
     Source: Gilmer et al., Neural Message Passing for Quantum Chemistry, 2017; softmax: Li et al., DeeperGCN, 2020.
     """
-    y, arg, state = reduced(x, row_ptr, column, edge, edge_weight, reduce, keep)
+    y, arg, state = reduced(both(x, previous), row_ptr, column, edge, edge_weight, reduce, keep)
     return y, arg, state.detach() if reduce == "softmax" and keep else state
+
+
+def both(x: Tensor, previous: Tensor | None) -> Tensor:
+    """[M + P, F]: what columns count through."""
+    return x if previous is None else torch.cat((x, previous))
 
 
 def summed_at(place: Tensor, values: Tensor, count: int) -> Tensor:
@@ -316,11 +353,11 @@ def check_indices(name: str, value: Tensor, row_ptr: Tensor, shape: tuple[int | 
     c.has_shape(name, value, shape)
 
 
-def check_graph(x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_edge, reduce, **others):
+def check_graph(x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_edge, previous, reduce, **others):
     """What the op and its gradient ask alike."""
     named = {"x": x, "row_ptr": row_ptr, "column": column}
     optional = {"edge": edge, "edge_weight": edge_weight}
-    optional |= {"t_row_ptr": t_row_ptr, "t_column": t_column, "t_edge": t_edge}
+    optional |= {"t_row_ptr": t_row_ptr, "t_column": t_column, "t_edge": t_edge, "previous": previous}
     for name, value in {**others, **named, **{n: v for n, v in optional.items() if v is not None}}.items():
         c.is_tensor(name, value)
     if not isinstance(reduce, str):
@@ -330,6 +367,11 @@ def check_graph(x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_ed
         raise ValueError(f"reduce: expected 'sum', 'mean', 'max', 'min' or 'softmax', got {reduce!r}")
     c.is_floating("x", x)
     c.has_shape("x", x, ("M", "F"))
+    nodes = int(x.shape[0])
+    if previous is not None:
+        c.same_dtype("previous", previous, "x", x)
+        c.has_shape("previous", previous, ("P", int(x.shape[1])))
+        nodes += int(previous.shape[0])
     check_indices("row_ptr", row_ptr, row_ptr, ("N + 1",))
     if row_ptr.shape[0] == 0:
         raise ValueError("row_ptr: expected shape [N + 1], got [0]")
@@ -342,7 +384,7 @@ def check_graph(x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_ed
         c.has_shape("edge_weight", edge_weight, ("E",))
         c.same_shape("edge_weight", edge_weight, "column", column)
     if t_row_ptr is not None and t_column is not None and t_edge is not None:
-        check_indices("t_row_ptr", t_row_ptr, row_ptr, (int(x.shape[0]) + 1,))
+        check_indices("t_row_ptr", t_row_ptr, row_ptr, (nodes + 1,))
         for name, value in (("t_column", t_column), ("t_edge", t_edge)):
             check_indices(name, value, row_ptr, ("E",))
             c.same_shape(name, value, "column", column)
@@ -353,18 +395,20 @@ def is_length(name: str, value: object) -> None:
 
 
 @message_passing_csr.check
-def _(x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_edge, *, reduce, keep, longest, t_longest):
+def _(
+    x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_edge, previous, *, reduce, keep, longest, t_longest
+):
     c.is_bool("keep", keep)
     is_length("longest", longest)
     is_length("t_longest", t_longest)
-    check_graph(x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_edge, reduce)
+    check_graph(x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_edge, previous, reduce)
 
 
 NEEDS = (
     c.dtype_of_or("edge_weight", "x", torch.float32),
     c.at_most("x", 1, WIDEST_ROW),
     c.at_most("column", 0, MOST_EDGES),
-    *(c.unit_stride(name) for name in ("x", "row_ptr", "column", "edge")),
+    *(c.unit_stride(name) for name in ("x", "row_ptr", "column", "edge", "previous")),
     c.dtype_in("x", *FLOATS),
 )
 message_passing_csr.kernel(needs=NEEDS)
@@ -372,22 +416,28 @@ message_passing_csr.kernel(needs=NEEDS)
 
 @message_passing_csr.backward(keeps=(1, 2))
 def _(saved, kept, grad, grad_arg, grad_state):
-    x, reduce, weight = saved["x"], saved["reduce"], saved.get("edge_weight")
+    x, reduce, weight, previous = saved["x"], saved["reduce"], saved.get("edge_weight"), saved.get("previous")
     row_ptr, column, edge = saved["row_ptr"], saved["column"], saved.get("edge")
     transpose = [saved.get(name) for name in TRANSPOSE]
     if any(part is None for part in transpose):
-        transpose = list(transposed(row_ptr, column, edge, x.shape[0]))
+        nodes = x.shape[0] + (0 if previous is None else previous.shape[0])
+        transpose = list(transposed(row_ptr, column, edge, nodes))
     arg, state = kept
     if reduce in ("max", "min", "softmax") and not saved["keep"]:
         with torch.no_grad():
             named = {"reduce": reduce, "keep": True, "longest": saved["longest"]}
-            _, arg, state = message_passing_csr(x, row_ptr, column, edge, weight, **named)
+            _, arg, state = message_passing_csr(x, row_ptr, column, edge, weight, previous=previous, **named)
     if reduce == "softmax" and torch.is_grad_enabled():  # the gradient is differentiated: its state moves with x
-        state = reduced(x, row_ptr, column, edge, weight, reduce, True)[2]
+        state = reduced(both(x, previous), row_ptr, column, edge, weight, reduce, True)[2]
     asks = "edge_weight" in saved.wanted
     named = {"reduce": reduce, "weight_grad": asks, "t_longest": saved["t_longest"]}
-    dx, dweight = message_passing_csr_backward(grad, x, row_ptr, column, edge, weight, *transpose, arg, state, **named)
-    return {"x": dx, "edge_weight": dweight} if asks else {"x": dx}
+    dboth, dweight = message_passing_csr_backward(
+        grad, x, row_ptr, column, edge, weight, *transpose, arg, state, previous, **named
+    )
+    found = {"x": dboth[: x.shape[0]]}
+    if previous is not None:
+        found["previous"] = dboth[x.shape[0] :]
+    return {**found, "edge_weight": dweight} if asks else found
 
 
 @message_passing_csr.bad_calls
@@ -398,7 +448,7 @@ def bad_calls(device):
 
     def bad(error, match, **changed):
         args = {"x": x, "row_ptr": row_ptr, "column": column, "edge": edge, "edge_weight": weight}
-        args |= {name: csr[name] for name in ("t_row_ptr", "t_column", "t_edge")}
+        args |= {**{name: csr[name] for name in TRANSPOSE}, "previous": None}
         named = {name: value for name, value in changed.items() if name not in args}
         return BadCall(tuple({**args, **{n: v for n, v in changed.items() if n in args}}.values()), error, match, named)
 
@@ -418,6 +468,10 @@ def bad_calls(device):
     yield bad(ValueError, r"edge: expected the shape \[9\] of column, got \[8\]", edge=edge[1:])
     yield bad(ValueError, r"edge_weight: expected the shape \[9\] of column, got \[8\]", edge_weight=weight[1:])
     yield bad(ValueError, r"t_row_ptr: expected shape \[6\], got \[5\]", t_row_ptr=csr["t_row_ptr"][1:])
+    yield bad(TypeError, r"previous: expected a torch.Tensor, got int", previous=3)
+    yield bad(TypeError, r"previous: expected float32 like x, got float16", previous=x.half())
+    yield bad(ValueError, r"previous: expected shape \[P, 6\], got \[5, 5\]", previous=x[:, 1:])
+    yield bad(ValueError, r"t_row_ptr: expected shape \[11\], got \[6\]", previous=x)
     yield bad(ValueError, r"reduce: expected 'sum', .* got 'mul'", reduce="mul")
     yield bad(TypeError, r"keep: expected a bool, got int", keep=1)
     yield bad(TypeError, r"longest: expected an int, got float", longest=1.5)
@@ -452,6 +506,7 @@ def message_passing_csr_backward(
     t_edge: Tensor,
     arg: Tensor,
     state: Tensor,
+    previous: Tensor | None = None,
     *,
     reduce: str = "sum",
     weight_grad: bool = True,
@@ -466,17 +521,18 @@ def message_passing_csr_backward(
         column: [E], as the forward call had it.
         edge: [E] or None, as the forward call had it.
         edge_weight: [E] or None, as the forward call had it.
-        t_row_ptr: [M + 1]: the same edges by column.
+        t_row_ptr: [M + 1] ([M + P + 1]): the same edges by column.
         t_column: [E]: the row of each place there.
         t_edge: [E]: the edge of each place there.
         arg: [N, F], as the forward call with `keep` says for max and min; else anything, [0, F].
         state: [2, N, F], as it says for softmax; else anything, [0, N, F].
+        previous: [P, F] or None, as the forward call had it.
         reduce: as the forward call had it.
         weight_grad: False where edge_weight has no gradient: it is not computed then.
         t_longest: the length of the longest row of t_row_ptr where it is known.
 
     Returns:
-        dx: [M, F], contiguous, of x's dtype; zeros where no edge comes from.
+        dx: [M, F] ([M + P, F]: of x, then of previous), contiguous, of x's dtype; zeros where no edge comes from.
         dweight: [E], of edge_weight's dtype, 0 for an edge that is left out. [0] without edge_weight or weight_grad.
 
     Sums are taken in float32 in an order that depends on the graph alone: no atomics.
@@ -488,6 +544,7 @@ def message_passing_csr_backward(
 
     Source: the derivative of the formula of message_passing_csr.
     """
+    x = both(x, previous)
     wide, rows, edges = wide_of(x), row_ptr.shape[0] - 1, column.shape[0]
     row, to, number = edges_of(row_ptr, column, edge, x.shape[0])
     nobodys = (row == rows)[:, None]
@@ -517,15 +574,15 @@ def message_passing_csr_backward(
 
 @message_passing_csr_backward.check
 def _(
-    grad, x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_edge, arg, state, *, reduce, weight_grad,
-    t_longest,
+    grad, x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_edge, arg, state, previous, *, reduce,
+    weight_grad, t_longest,
 ):  # fmt: skip
     c.is_bool("weight_grad", weight_grad)
     is_length("t_longest", t_longest)
     for name, value in (("t_row_ptr", t_row_ptr), ("t_column", t_column), ("t_edge", t_edge)):
         c.is_tensor(name, value)
     tensors = {"grad": grad, "arg": arg, "state": state}
-    check_graph(x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_edge, reduce, **tensors)
+    check_graph(x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_edge, previous, reduce, **tensors)
     shape = (int(row_ptr.shape[0]) - 1, int(x.shape[1]))
     c.same_dtype("grad", grad, "x", x)
     c.has_shape("grad", grad, shape)
@@ -552,7 +609,7 @@ message_passing_csr_backward.kernel(
         c.at_most("column", 0, MOST_EDGES),
         *(
             c.unit_stride(name)
-            for name in ("x", "grad", "row_ptr", "column", "edge", "t_row_ptr", "t_column", "t_edge")
+            for name in ("x", "grad", "row_ptr", "column", "edge", "t_row_ptr", "t_column", "t_edge", "previous")
         ),
         c.Need("contiguous", "arg and state contiguous", _contiguous),
         c.dtype_in("x", *FLOATS),
@@ -590,10 +647,12 @@ def message_passing(
     """Messages ``edge_weight[e] * x[source[e]]`` of all edges, reduced at their targets: `message_passing_csr` by plan.
 
     Args:
-        x: [N, F], floating: features of the plan's nodes.
+        x: [N, F] ([M, F] of a bipartite plan), floating: features of the nodes that messages come from.
         plan: a `GraphPlan`, of tensors on x's device.
         edge_weight: [E], float32 or of x's dtype, in the order of plan.edge_index. None: all are 1.
-        reduce: "sum", "mean", "max", "min" or "softmax" (by columns, of the messages themselves).
+        reduce: "sum", "mean", "max", "min", or "softmax": ``sum(p * m)`` over the messages m at a node, column by
+            column, with ``p = exp(m) / sum(exp(m))``, as torch_geometric's SoftmaxAggregation with t = 1 has it. The
+            edges' weights are in m. Attention whose edges have one logit each is a sum by edge_weight.
         return_arg: of max and min, the argument indices, too.
 
     Returns:
@@ -604,18 +663,72 @@ def message_passing(
 
     Raises:
         StaleIndexError: plan.edge_index was written since the plan was built.
-        TypeError, ValueError: as message_passing_csr; x has not as many rows as the plan has nodes; return_arg of a
+        TypeError, ValueError: as message_passing_csr; x has not as many rows as the plan has sources; return_arg of a
             reduce that has none.
     """
     plan.check()
     c.is_tensor("x", x)
+    c.has_shape("x", x, (plan.num_sources, "F"))
+    return by_plan(x, None, plan, edge_weight, reduce, return_arg)
+
+
+def spatiotemporal_message_passing(
+    x: Tensor,
+    previous: Tensor,
+    plan: "SpatioTemporalPlan",
+    *,
+    edge_weight: Tensor | None = None,
+    reduce: str = "sum",
+    return_arg: bool = False,
+) -> Any:
+    """Messages along spatial edges from x and along temporal ones from previous, in one reduction at each node of now.
+
+    ``y[i] = reduce over both kinds of edges e at i of edge_weight[e] * (x or previous)[source[e]]``: for sums, what
+    arrives from neighbours now and from the step before; a mean is by all edges of both kinds, a maximum of both.
+
+    Args:
+        x: [N, F], floating: features of now.
+        previous: [P, F], of x's dtype: features of the step before.
+        plan: a `SpatioTemporalPlan`, of tensors on x's device.
+        edge_weight: [S + T], float32 or of x's dtype: spatial edges, then temporal ones. None: all are 1.
+        reduce: as message_passing.
+        return_arg: of max and min, the argument indices, too.
+
+    Returns:
+        [N, F], of x's dtype; zeros for a node at which no edge arrives. With return_arg (that, [N, F] int64): the edge
+        whose message was taken, below S a spatial one; of equal ones the first; -1 without edges.
+
+    One launch forward, and one for the gradients of x and previous together, where no node has more than 256 edges; the
+    two inputs are read where they are. Deterministic; differentiable in x, previous and edge_weight.
+
+    Raises:
+        StaleIndexError: the plan's edges were written since it was built.
+        TypeError, ValueError: as message_passing_csr; x or previous has not as many rows as the plan says; return_arg
+            of a reduce that has none.
+    """
+    plan.check()
+    c.is_tensor("x", x)
+    c.is_tensor("previous", previous)
     c.has_shape("x", x, (plan.num_nodes, "F"))
+    c.has_shape("previous", previous, (plan.num_previous, int(x.shape[1])))
+    return by_plan(x, previous, plan, edge_weight, reduce, return_arg)
+
+
+def by_plan(
+    x: Tensor,
+    previous: Tensor | None,
+    plan: "GraphPlan | SpatioTemporalPlan",
+    edge_weight: Tensor | None,
+    reduce: str,
+    return_arg: bool,
+) -> Any:
     if return_arg and reduce not in ("max", "min"):
         raise ValueError(f"return_arg: expected reduce 'max' or 'min', got {reduce!r}")
-    learns = torch.is_grad_enabled() and (x.requires_grad or (edge_weight is not None and edge_weight.requires_grad))
+    inputs = [value for value in (x, previous, edge_weight) if isinstance(value, Tensor)]
+    learns = torch.is_grad_enabled() and any(value.requires_grad for value in inputs)
     y, arg, _ = message_passing_csr(
         x,
-        *(plan.row_ptr, plan.column, plan.edge, edge_weight, plan.t_row_ptr, plan.t_column, plan.t_edge),
+        *(plan.row_ptr, plan.column, plan.edge, edge_weight, plan.t_row_ptr, plan.t_column, plan.t_edge, previous),
         reduce=reduce,
         keep=bool(return_arg or learns),
         longest=plan.longest,

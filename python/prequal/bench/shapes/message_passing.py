@@ -26,12 +26,15 @@ def index_bytes(*indices: Tensor | None) -> int:
 
 
 @prequal.message_passing_csr.cost
-def _(x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_edge, *, reduce, keep, longest, t_longest):
+def _(
+    x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_edge, previous, *, reduce, keep, longest, t_longest
+):
     # x read once and y written, row_ptr and column once; edge only where weights are looked up by it. What is gathered
     # again, E rows of F in all, comes from L2 where x fits there.
     rows, width = row_ptr.shape[0] - 1, x.shape[1]
     looked_up = (edge, edge_weight) if edge_weight is not None else ()
-    moved = (x.shape[0] + rows) * width * x.element_size() + index_bytes(row_ptr, column, *looked_up)
+    nodes = x.shape[0] + (0 if previous is None else previous.shape[0])
+    moved = (nodes + rows) * width * x.element_size() + index_bytes(row_ptr, column, *looked_up)
     if keep and reduce in ("max", "min"):
         moved += rows * width * row_ptr.element_size()
     if keep and reduce == "softmax":
@@ -40,12 +43,15 @@ def _(x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_edge, *, red
 
 
 @prequal.message_passing_csr_backward.cost
-def _(grad, x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_edge, arg, state, *, reduce, **named):
+def _(
+    grad, x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_edge, arg, state, previous, *, reduce, **named
+):
     # grad read and dx written; x where softmax or the weights' gradient asks for it; what the forward call kept
     asks = edge_weight is not None and named["weight_grad"]
-    moved = (grad.numel() + x.numel()) * x.element_size() + index_bytes(t_row_ptr, t_column, arg, state)
+    own = x.numel() + (0 if previous is None else previous.numel())
+    moved = (grad.numel() + own) * x.element_size() + index_bytes(t_row_ptr, t_column, arg, state)
     if asks or reduce == "softmax":
-        moved += x.numel() * x.element_size()
+        moved += own * x.element_size()
     moved += index_bytes(t_edge, edge_weight) if edge_weight is not None else 0
     if asks:
         moved += index_bytes(edge_weight)
