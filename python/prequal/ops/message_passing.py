@@ -447,8 +447,8 @@ def bad_calls(device):
     row_ptr, column, edge = (csr[name] for name in FORWARD)
 
     def bad(error, match, **changed):
-        args = {"x": x, "row_ptr": row_ptr, "column": column, "edge": edge, "edge_weight": weight}
-        args |= {**{name: csr[name] for name in TRANSPOSE}, "previous": None}
+        args: dict[str, Any] = {"x": x, "row_ptr": row_ptr, "column": column, "edge": edge, "edge_weight": weight}
+        args |= {name: csr.get(name) for name in (*TRANSPOSE, "previous")}
         named = {name: value for name, value in changed.items() if name not in args}
         return BadCall(tuple({**args, **{n: v for n, v in changed.items() if n in args}}.values()), error, match, named)
 
