@@ -40,7 +40,7 @@ STDLIB = "stdlib"
 QUICK = ("asyncio", "email", "http", "importlib", "json", "logging", "unittest", "urllib", "xml")
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3"}
 VARIANTS = {"plain": "plain torch, index_add", "prequal": "prequal"}
-DAMPING, ROUNDS, SMOOTHINGS, WIDTH = 0.85, 50, 200, 64
+DAMPING, ROUNDS, SMOOTHINGS, WIDTH = 0.85, 50, 100, 64
 # float32 against float64: a rank is a sum of up to some thousand shares, 50 rounds; a smoothing is one sum of products.
 LIMIT = 1e-4
 
@@ -115,6 +115,27 @@ def import_graph(packages: Sequence[str]) -> tuple[list[str], list[tuple[int, in
     return names, sorted(edges)
 
 
+def largest_component(count: int, edges: Sequence[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
+    """The nodes of the largest part that hangs together, and its edges numbered in them: others would be the smoothest
+    features of all, and no map."""
+    root = list(range(count))
+
+    def root_of(node: int) -> int:
+        while root[node] != node:
+            root[node] = root[root[node]]
+            node = root[node]
+        return node
+
+    for a, b in edges:
+        root[root_of(a)] = root_of(b)
+    members: dict[int, list[int]] = {}
+    for node in range(count):
+        members.setdefault(root_of(node), []).append(node)
+    nodes = max(members.values(), key=len)
+    place = {node: i for i, node in enumerate(nodes)}
+    return nodes, [(place[a], place[b]) for a, b in edges if a in place]
+
+
 # ---- what is computed over it ----------------------------------------------------------------------------------------
 
 Pass = Callable[[Tensor], Tensor]
@@ -132,6 +153,7 @@ class Graph:
         loops = torch.arange(count, device=device).expand(2, -1)
         self.both = torch.cat((self.edges, self.edges.flip(0), loops), 1).contiguous()
         degree = torch.bincount(self.both[1], minlength=count).float()
+        self.degree = degree
         self.smoothing = (degree[self.both[0]] * degree[self.both[1]]).rsqrt()
 
     def passes(self, variant: str) -> tuple[Pass, Pass]:
@@ -157,12 +179,12 @@ class Graph:
         return rank[:, 0]
 
     def coordinates(self, smooth: Pass) -> Tensor:
-        """[N, 2]: of the smoothest features those after the first, which says the degrees."""
+        """[N, 2]: of the smoothest features those after the first, which says the degrees; and these taken out of them."""
         features = self.features()[:, :3]
         for _ in range(SMOOTHINGS):
             # half of itself: no feature that flips its sign is among the smoothest
             features = torch.linalg.qr(0.5 * (features + smooth(features.contiguous())))[0]
-        return features[:, 1:]
+        return features[:, 1:] * self.degree.rsqrt()[:, None]
 
     def features(self) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -208,6 +230,12 @@ def path_of(call: Callable[[], Any]) -> str:
     return "; ".join(sorted({reason for row in rows for reason in row["reference"]})) or "fast"
 
 
+def group_of(module: str) -> str:
+    """The package that a module is drawn with: of nested ones the first two names."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if len(parts) > 2 else parts[0]
+
+
 def plot(path: pathlib.Path, result: Mapping[str, Any]) -> None:
     import matplotlib
 
@@ -218,7 +246,8 @@ def plot(path: pathlib.Path, result: Mapping[str, Any]) -> None:
     top = result["top"][:15][::-1]
     left.barh([name for name, _ in top], [100 * rank for _, rank in top], color="#0072B2")
     left.set(xlabel="share of rank, %")
-    groups = [name.partition(".")[0] for name in result["modules"]]
+    nodes = result["mapped"]
+    groups = [group_of(result["modules"][node]) for node in nodes]
     largest = sorted(set(groups), key=lambda group: (-groups.count(group), group))[:7]
     colours = dict(
         zip(largest, ("#0072B2", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#E69F00", "#222222"), strict=False)
@@ -229,7 +258,7 @@ def plot(path: pathlib.Path, result: Mapping[str, Any]) -> None:
             right.scatter(
                 [result["coordinates"][i][0] for i in mine],
                 [result["coordinates"][i][1] for i in mine],
-                s=[8 + 4000 * result["rank"][i] for i in mine],
+                s=[6 + 4000 * result["rank"][nodes[i]] for i in mine],
                 color=colours.get(group or "", "#BBBBBB"),
                 alpha=0.6,
                 linewidths=0,
@@ -238,7 +267,9 @@ def plot(path: pathlib.Path, result: Mapping[str, Any]) -> None:
     right.set(xlabel="second smoothest feature", ylabel="third", xticks=[], yticks=[])
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(frameon=False, ncols=8, loc="outside lower center")
+    legend = figure.legend(frameon=False, ncols=8, loc="outside lower center")
+    for handle in legend.legend_handles:
+        handle.set_sizes([30])
     figure.suptitle(result["title"], fontsize=10)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
@@ -331,7 +362,9 @@ def main(argv: list[str] | None = None) -> int:
             print(f"  {modules[i]:<32}{100 * rank[i]:>10.2f} %")
         result |= {"path": path_of(lambda: smooth(x)), "modules": modules, "edges": edges, "rank": rank}
         result["top"] = [(modules[i], rank[i]) for i in order[:50]]
-        result["coordinates"] = graph.coordinates(smooth).tolist()
+        nodes, inner = largest_component(len(modules), edges)
+        part = Graph(len(nodes), inner, torch.device(args.device))
+        result |= {"mapped": nodes, "coordinates": part.coordinates(part.passes("prequal")[1]).tolist()}
         print(f"\nwho answers: message_passing_csr {result['path']}")
         if args.plot:
             plot(args.plot, result)

@@ -55,6 +55,12 @@ def test_edges_are_the_imports_of_the_sources(program, package):
     assert "pack.broken" in names
 
 
+def test_the_largest_component_is_mapped(program):
+    nodes, edges = program.largest_component(6, [(0, 1), (4, 2), (5, 4)])
+    assert nodes == [2, 4, 5]
+    assert sorted(edges) == [(1, 0), (2, 1)]
+
+
 def test_a_rank_is_the_stationary_distribution(program, package):
     names, edges = program.import_graph([package])
     graph = program.Graph(len(names), edges, torch.device("cpu"))
@@ -78,7 +84,8 @@ def test_the_quick_form_compares_times_writes_and_draws(program, tmp_path, capsy
     result = json.loads(files[0].read_text())
     assert result["wrong"] == {name: [] for name in program.VARIANTS}
     assert abs(sum(result["rank"]) - 1) < 1e-4
-    assert len(result["coordinates"]) == len(result["modules"]) == len(result["rank"])
+    assert len(result["modules"]) == len(result["rank"])
+    assert len(result["coordinates"]) == len(result["mapped"]) <= len(result["modules"])
     for rows in result["times_us"].values():
         assert all(row["median"] > 0 for row in rows.values())
     assert files[1].read_bytes()[:4] == b"\x89PNG"

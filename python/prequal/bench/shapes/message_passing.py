@@ -1,4 +1,4 @@
-"""message_passing by plan: uniform graphs of 2,000 to 500,000 nodes, and one whose degrees follow a power law."""
+"""message_passing by plan: uniform graphs of 2,000 to 500,000 nodes, a power law's, and the form with two inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import prequal
 from prequal.bench.cases import Case, Other, Peer
 from prequal.bench.rows import normal, short
 from prequal.contracts import Tolerance
-from prequal.graph import GraphPlan
+from prequal.graph import GraphPlan, SpatioTemporalPlan
 from prequal.registry import Cost
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -143,11 +143,15 @@ GRAPHS = (
     # name, nodes, edges a node, width, dtype, how, reduce, weighted
     ("uniform", 2_000, 10, 64, F32, uniform, "sum", True),
     ("uniform", 2_000, 50, 64, F32, uniform, "sum", True),
+    ("uniform", 2_000, 5, 64, F32, uniform, "sum", False),
+    ("uniform", 20_000, 20, 64, F32, uniform, "sum", True),
     ("uniform", 50_000, 10, 128, BF16, uniform, "sum", True),
     ("uniform", 50_000, 10, 128, F32, uniform, "sum", True),
     ("uniform", 50_000, 50, 64, F32, uniform, "mean", False),
     ("uniform", 500_000, 5, 64, BF16, uniform, "sum", False),
+    ("uniform", 500_000, 5, 64, F32, uniform, "sum", True),
     ("uniform", 500_000, 20, 128, BF16, uniform, "max", False),
+    ("uniform", 500_000, 50, 32, F32, uniform, "sum", True),
     ("uniform", 50_000, 10, 64, F32, uniform, "softmax", True),
     ("power law", 100_000, 20, 64, F32, power_law, "sum", True),
     ("power law", 100_000, 20, 64, F32, power_law, "max", False),
@@ -200,3 +204,39 @@ def cases() -> Iterator[Case]:
             quick=place == 0,
             named={"reduce": reduce, "t_longest": cut},
         )
+
+    yield from two_inputs()
+
+
+def two_inputs() -> Iterator[Case]:
+    """50,000 nodes, 10 spatial edges each, and one temporal edge from each node's own past."""
+    nodes, degree, width = 50_000, 10, 64
+
+    def make(device: torch.device) -> tuple[Any, ...]:
+        own = torch.arange(nodes, device=device).expand(2, -1)
+        plan = SpatioTemporalPlan(uniform(device, nodes, nodes * degree), own, nodes)
+        x, previous = (normal(device, nodes, width, dtype=F32, seed=seed) for seed in range(2))
+        csr, transpose = ([getattr(plan, name) for name in names] for names in (FORWARD, TRANSPOSE))
+        return (x, *csr, None, *transpose, previous)
+
+    def concatenated(x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_edge, previous):
+        return by_index_add(torch.cat((x, previous)), row_ptr, column, edge, edge_weight)
+
+    def concatenated_sparse(x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_edge, previous):
+        def matrix() -> Tensor:
+            shape = (row_ptr.shape[0] - 1, x.shape[0] + previous.shape[0])
+            return torch.sparse_csr_tensor(row_ptr, column, torch.ones_like(column, dtype=x.dtype), shape)
+
+        return _matrices.of((row_ptr, column, previous), matrix) @ torch.cat((x, previous))
+
+    yield Case(
+        "message_passing_csr",
+        f"sum, two inputs, {nodes} nodes, {degree} + 1 edges each, {short(F32)} {width} wide",
+        make,
+        others=[
+            Other("cat, index_add", concatenated, near_sums),
+            Other("cat, torch.sparse CSR", concatenated_sparse, near_sums),
+        ],
+        peers=False,
+        named={"reduce": "sum"},
+    )
