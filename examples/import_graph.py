@@ -179,7 +179,7 @@ class Graph:
         return rank[:, 0]
 
     def coordinates(self, smooth: Pass) -> Tensor:
-        """[N, 2]: of the smoothest features those after the first, which says the degrees; and these taken out of them."""
+        """[N, 2]: of the smoothest features those after the first, which says the degrees; over its root."""
         features = self.features()[:, :3]
         for _ in range(SMOOTHINGS):
             # half of itself: no feature that flips its sign is among the smoothest
@@ -247,6 +247,8 @@ def plot(path: pathlib.Path, result: Mapping[str, Any]) -> None:
     left.barh([name for name, _ in top], [100 * rank for _, rank in top], color="#0072B2")
     left.set(xlabel="share of rank, %")
     nodes = result["mapped"]
+    # by their order: a few far modules would press all others into a point
+    order = torch.tensor(result["coordinates"]).argsort(0).argsort(0).tolist()
     groups = [group_of(result["modules"][node]) for node in nodes]
     largest = sorted(set(groups), key=lambda group: (-groups.count(group), group))[:7]
     colours = dict(
@@ -256,15 +258,15 @@ def plot(path: pathlib.Path, result: Mapping[str, Any]) -> None:
         mine = [i for i, g in enumerate(groups) if (g if g in colours else None) == group]
         if mine:
             right.scatter(
-                [result["coordinates"][i][0] for i in mine],
-                [result["coordinates"][i][1] for i in mine],
+                [order[i][0] for i in mine],
+                [order[i][1] for i in mine],
                 s=[6 + 4000 * result["rank"][nodes[i]] for i in mine],
                 color=colours.get(group or "", "#BBBBBB"),
                 alpha=0.6,
                 linewidths=0,
                 label=group or "others",
             )
-    right.set(xlabel="second smoothest feature", ylabel="third", xticks=[], yticks=[])
+    right.set(xlabel="order by the second smoothest feature", ylabel="order by the third", xticks=[], yticks=[])
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
     legend = figure.legend(frameon=False, ncols=8, loc="outside lower center")
