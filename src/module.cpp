@@ -195,6 +195,13 @@ NB_MODULE(_native, m) {
   def<ops::pairwise_argmin>(m, "pairwise_argmin", {"a", "b"});
   def<ops::pairwise_within_counts>(m, "pairwise_within_counts", {"a", "b", "radius", "segment"});
   def<ops::pairwise_within_fill>(m, "pairwise_within_fill", {"a", "b", "radius", "starts", "total", "segment"});
+  def<ops::message_passing_csr>(m, "message_passing_csr",
+                                {"x", "row_ptr", "column", "edge", "edge_weight", "t_row_ptr", "t_column", "t_edge",
+                                 "previous", "reduce", "keep", "longest", "t_longest"});
+  def<ops::message_passing_csr_backward>(
+      m, "message_passing_csr_backward",
+      {"grad", "x", "row_ptr", "column", "edge", "edge_weight", "t_row_ptr", "t_column", "t_edge", "arg", "state",
+       "previous", "reduce", "weight_grad", "t_longest"});
 
   m.def("ops", [] {
     nb::list all;

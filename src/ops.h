@@ -212,4 +212,16 @@ Buffer pairwise_within_counts(const Context&, const Tensor& a, const Tensor& b, 
 std::tuple<Buffer, Buffer> pairwise_within_fill(const Context&, const Tensor& a, const Tensor& b, double radius,
                                                 const Tensor& starts, int64_t total, int64_t segment);
 
+// src/ops/message_passing.cu
+std::tuple<Buffer, Buffer, Buffer> message_passing_csr(
+    const Context&, const Tensor& x, const Tensor& row_ptr, const Tensor& column, const std::optional<Tensor>& edge,
+    const std::optional<Tensor>& edge_weight, const std::optional<Tensor>& t_row_ptr,
+    const std::optional<Tensor>& t_column, const std::optional<Tensor>& t_edge, const std::optional<Tensor>& previous,
+    const std::string& reduce, bool keep, int64_t longest, int64_t t_longest);
+std::tuple<Buffer, Buffer> message_passing_csr_backward(
+    const Context&, const Tensor& grad, const Tensor& x, const Tensor& row_ptr, const Tensor& column,
+    const std::optional<Tensor>& edge, const std::optional<Tensor>& edge_weight, const Tensor& t_row_ptr,
+    const Tensor& t_column, const Tensor& t_edge, const Tensor& arg, const Tensor& state,
+    const std::optional<Tensor>& previous, const std::string& reduce, bool weight_grad, int64_t t_longest);
+
 }  // namespace prequal::ops

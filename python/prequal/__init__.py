@@ -22,6 +22,7 @@ __version__ = _manifest.load().version or "0+unknown"
 _LATER = {
     "CorpusIndex": "retrieval",
     "CrossAttention": "null_context",
+    "GraphPlan": "graph",
     "GuidedCondition": "null_context",
     "KnnIndex": "point_index",
     "LockStatus": "runtime.lock",
@@ -29,13 +30,16 @@ _LATER = {
     "NullContext": "null_context",
     "NullContextReport": "null_context",
     "Report": "runtime.qualify",
+    "SpatioTemporalPlan": "graph",
     "TensorSpec": "runtime.qualify",
     "cosine_topk": "retrieval",
     "metrics": "runtime.metrics",
     "pairwise_within": "retrieval",
     "patch": "integrations.patching",
+    "patch_geometric": "integrations.geometric",
     "patch_null_context": "integrations.cross_attention",
     "unpatch": "integrations.patching",
+    "unpatch_geometric": "integrations.geometric",
     "unpatch_null_context": "integrations.cross_attention",
     "verify_replacement": "bench.replacement",
 }
@@ -43,10 +47,14 @@ _cause = None
 
 if TYPE_CHECKING:
     from .bench.replacement import verify_replacement as verify_replacement
+    from .graph import GraphPlan as GraphPlan
+    from .graph import SpatioTemporalPlan as SpatioTemporalPlan
     from .integrations import patch as patch
     from .integrations import unpatch as unpatch
     from .integrations.cross_attention import patch_null_context as patch_null_context
     from .integrations.cross_attention import unpatch_null_context as unpatch_null_context
+    from .integrations.geometric import patch_geometric as patch_geometric
+    from .integrations.geometric import unpatch_geometric as unpatch_geometric
     from .null_context import CrossAttention as CrossAttention
     from .null_context import GuidedCondition as GuidedCondition
     from .null_context import NullCondition as NullCondition

@@ -48,7 +48,10 @@ class ReplacementError(AssertionError):
 
 
 class StaleIndexError(RuntimeError):
-    """What an index was built of has changed since. `argument` says what, `moved` maps what of it to (then, now)."""
+    """What an index or a GraphPlan was built of has changed since.
+
+    `argument` says what, `moved` maps what of it to (then, now).
+    """
 
     def __init__(self, argument: str, moved: Mapping[str, tuple[Any, Any]]) -> None:
         self.argument, self.moved = argument, dict(moved)

@@ -22,6 +22,10 @@ from .layer_norm import layer_norm_backward as layer_norm_backward
 from .linear_bias import linear_bias as linear_bias
 from .linear_bias import linear_relu as linear_relu
 from .linear_gelu import linear_gelu as linear_gelu
+from .message_passing import message_passing as message_passing
+from .message_passing import message_passing_csr as message_passing_csr
+from .message_passing import message_passing_csr_backward as message_passing_csr_backward
+from .message_passing import spatiotemporal_message_passing as spatiotemporal_message_passing
 from .moe_permute import moe_permute as moe_permute
 from .moe_route import moe_route as moe_route
 from .moe_unpermute import moe_unpermute as moe_unpermute
