@@ -63,5 +63,5 @@ from .swiglu import swiglu_backward as swiglu_backward
 from .swiglu import swiglu_packed as swiglu_packed
 from .swiglu import swiglu_packed_backward as swiglu_packed_backward
 from .swiglu_quantize_fp8 import swiglu_quantize_fp8 as swiglu_quantize_fp8
-from .viterbi_decode import viterbi_decode as viterbi_decode
 from .topk_rows import topk_rows_ as topk_rows_
+from .viterbi_decode import viterbi_decode as viterbi_decode
