@@ -14,7 +14,6 @@ from prequal.ops.topk_rows import is_metric
 from prequal.point_index import _key_of, _moved
 from prequal.runtime.parameter_cache import watch
 
-from .chunks import WORKSPACE_BYTES
 from .topk import answer, check_call
 from .walk import norms_of, terms_of
 
@@ -80,7 +79,7 @@ class CorpusIndex:
         rerank: int = 0,
         process_group: Any = None,
         first_index: int | None = None,
-        max_workspace_bytes: int = WORKSPACE_BYTES,
+        max_workspace_bytes: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`prequal.cosine_topk` of this corpus: (scores, idx), both [Q, k].
 

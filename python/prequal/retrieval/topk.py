@@ -13,7 +13,7 @@ from prequal.ops._rows import FLOATS, wide_of
 from prequal.ops.topk_rows import is_metric
 from prequal.registry import is_transformed
 
-from .chunks import WORKSPACE_BYTES
+from .chunks import LEAST_WORKSPACE_BYTES, default_workspace
 from .walk import merged, plain_formula, reranked, rescored, search
 
 MOST_RESULTS = 128  # k, and of rerank
@@ -29,7 +29,7 @@ def cosine_topk(
     rerank: int = 0,
     process_group: Any = None,
     first_index: int | None = None,
-    max_workspace_bytes: int = WORKSPACE_BYTES,
+    max_workspace_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k best rows of a corpus for each query, without all of the scores ever being in memory.
 
@@ -46,7 +46,8 @@ def cosine_topk(
             results: each rank's candidates are gathered and merged.
         first_index: the index of the first row; None for 0, and of a shard for the rows of the ranks before it, which
             asks every rank, and waits for the device.
-        max_workspace_bytes: memory for scores; one is always made.
+        max_workspace_bytes: memory for scores; one is always made. None: a twelfth of what all scores would take in
+            the dtype of the vectors, 16 MiB at least, 256 at most, and 16 MiB where rerank computes them again.
 
     Returns:
         scores: [Q, k], float32 (float64 for float64), in descending order.
@@ -101,7 +102,8 @@ def check_call(queries, corpus, k, norms, metric, rerank, first_index, workspace
     c.in_range("rerank", rerank, 0, MOST_RESULTS)
     if first_index is not None:
         c.in_range("first_index", first_index, 0, 2**62)
-    c.in_range("max_workspace_bytes", workspace, 1, 2**62)
+    if workspace is not None:
+        c.in_range("max_workspace_bytes", workspace, 1, 2**62)
 
 
 def answer(queries, corpus, k, metric, norms, terms, rerank, group, first_index, workspace):
@@ -116,12 +118,16 @@ def answer(queries, corpus, k, metric, norms, terms, rerank, group, first_index,
         return plain_formula(queries, corpus, k, metric, first_index or 0)
     if first_index is None:
         first_index = 0 if group is None else rows_before(corpus, group)
+    tiles, again = workspace, workspace
+    if workspace is None:
+        tiles = default_workspace(queries.shape[0], corpus.shape[0], queries.element_size())
+        again = LEAST_WORKSPACE_BYTES
     with torch.no_grad():
         q, rows = queries.detach(), corpus.detach()
         norms = None if norms is None else norms.detach()
-        scores, idx = search(q, rows, k + rerank, metric, norms, terms, first_index, workspace)
+        scores, idx = search(q, rows, k + rerank, metric, norms, terms, first_index, tiles)
         if rerank:
-            scores, idx = reranked(q, rows, idx, k, metric, first_index, workspace)
+            scores, idx = reranked(q, rows, idx, k, metric, first_index, again)
         if group is not None:
             scores, idx = of_all_ranks(scores, idx, k, group)
     if wanted:
