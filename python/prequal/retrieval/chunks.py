@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# The tile is written by the matrix product and read once by topk_rows_: at its least it is below the size of the L2 cache
-# (H200: 60 MB, A100: 40), with room for the rows of the corpus that the product reads, so that it need not go to
+# The tile is written by the matrix product and read once by topk_rows_: at its least it is below the size of the L2
+# cache (H200: 60 MB, A100: 40), with room for the rows of the corpus that the product reads, so that it need not go to
 # memory. But a tile took 66 us, the kernel 13 of them: 1,024 queries in a million rows, 245 tiles of 16 MiB, 16.2 ms,
 # and torch 8.4. Not tuned.
 LEAST_WORKSPACE_BYTES, MOST_WORKSPACE_BYTES = 2**24, 2**28
