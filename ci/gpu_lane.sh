@@ -58,10 +58,11 @@ if wants test; then
   gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
   visible=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}
   threads=$(($(nproc) / shards)) # of each: with all the processors' threads in every process they wait for each other
+  words=(-m pytest -q --durations 10 -p no:cacheprovider -m gpu --ignore packaging -k "${only//,/ or }")
   for ((shard = 0; shard < shards; ++shard)); do
     [ "$gpus" -gt 1 ] && visible="${visible#*,},${visible%%,*}"
-    CUDA_VISIBLE_DEVICES=$visible PREQUAL_TEST_SHARD=$shard/$shards OMP_NUM_THREADS=$((threads > 0 ? threads : 1)) \
-      "$python" -m pytest -q --durations 10 -p no:cacheprovider -m gpu --ignore packaging -k "${only//,/ or }" . > "$out/gpu-tests-$shard.txt" 2>&1 &
+    own=(CUDA_VISIBLE_DEVICES="$visible" PREQUAL_TEST_SHARD="$shard/$shards" OMP_NUM_THREADS=$((threads > 0 ? threads : 1)))
+    env "${own[@]}" PYTHONUNBUFFERED=1 "$python" "${words[@]}" . > "$out/gpu-tests-$shard.txt" 2>&1 &
     pids+=($!)
   done
   for shard in "${!pids[@]}"; do
