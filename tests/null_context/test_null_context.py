@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pathlib
 import threading
 
@@ -328,6 +329,49 @@ def test_dropout_is_refused_at_qualification_and_at_a_call():
     assert counted() == (set(), {"unsupported_input:dropout"})
 
 
+class Dropping(Attention):
+    """Its dropout is a function of a number, which no submodule tells of."""
+
+    def forward(self, x, context=None, valid=None):
+        return F.dropout(super().forward(x, context, valid), 0.5, self.training)
+
+
+def test_a_module_that_begins_training_after_its_qualification_is_refused():
+    module = attention()
+    module.__class__ = Dropping
+    context = qualified(module)
+    module.train()
+    with torch.no_grad():
+        assert context.row("0", noise(1, 7, WIDTH), condition()) is None
+    assert counted() == (set(), {"unsupported_input:dropout"})
+    prequal.reset_stats()
+    module.eval()
+    answered(context)
+    assert counted() == ({ROW}, set())
+
+
+class Scaled(Attention):
+    """An attribute that is no parameter: of the queries, and so of what the conditional half attends to."""
+
+    def forward(self, x, context=None, valid=None):
+        return super().forward(x * self.scale, context, valid)
+
+
+@torch.no_grad()
+def test_the_projection_is_of_the_module_as_it_is_now():
+    module = attention(odd=lambda rows: rows in (1, 8, 64))
+    module.__class__, module.scale = Scaled, 1.0
+    context = context_of(module.train())
+    module.eval()
+    module.scale = 0.5
+    assert context.qualify(condition("batched"), shapes=[(1, 20)]).path == "projection"
+    answered(context, "batched", tokens=20)
+    module.scale = 0.25
+    prequal.reset_stats()
+    answered(context, "batched", tokens=20)
+    assert counted() == ({PROJECTION}, {"qualification_failed"})
+
+
 def test_a_condition_without_a_valid_token_is_refused():
     none = torch.zeros(1, LENGTH, dtype=torch.bool)
     module = attention()
@@ -476,6 +520,39 @@ CHANGES = {
     "another number of threads": (_threads, "numeric flags of torch moved"),
     "another precision": (_precision, "numeric flags of torch moved"),
 }
+
+
+def _bias_comes(module):
+    module.to_kv.bias = nn.Parameter(noise(2 * WIDTH))
+
+
+def _parameter_comes(module):
+    module.to_out.register_parameter("extra", nn.Parameter(noise(WIDTH)))
+
+
+def _submodule_comes(module):
+    module.add_module("adapter", nn.Linear(WIDTH, WIDTH))
+
+
+@both
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_bias_comes, "bias was exchanged"),
+        (_parameter_comes, "extra was added"),
+        (_submodule_comes, "adapter was added"),
+    ],
+)
+def test_what_comes_to_a_module_ends_the_qualification(change, said, guidance, caplog):
+    module = attention()
+    module.to_kv.bias = None
+    context = qualified(module, guidance)
+    change(module)
+    prequal.runtime_state.telemetry._said.clear()
+    with caplog.at_level("WARNING", "prequal"):
+        answered(context, guidance)
+    assert counted() == (set(), {"not_qualified"})
+    assert said in caplog.text
 
 
 @pytest.fixture
@@ -691,6 +768,31 @@ def test_casts_and_moves_keep_a_condition_symbolic():
     assert prequal.stats() == {}
 
 
+def test_the_valid_tokens_of_a_condition_are_where_it_is():
+    valid = torch.ones(1, LENGTH, dtype=torch.bool)
+    for symbol in (condition(valid=valid), condition("batched", valid=valid)):
+        assert symbol.to("meta").valid.device == torch.device("meta")
+        assert symbol.half().valid is not None
+    assert prequal.NullCondition((1, LENGTH, CONTEXT), device="meta", valid=valid).valid.device.type == "meta"
+
+
+@pytest.mark.parametrize("device", [1, "cuda:1", torch.device("cuda:1")], ids=str)
+def test_a_condition_goes_to_the_device_that_a_tensor_would_go_to(device):
+    assert condition().cuda(device).device == torch.device("cuda:1")
+
+
+def test_a_condition_is_compared_element_by_element():
+    null, zeros = condition(), torch.zeros(1, LENGTH, CONTEXT, dtype=torch.bfloat16)
+    for compare in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge):
+        for other in (0, 1, zeros - 1):
+            assert same_bits(compare(null, other), compare(zeros, other))
+            assert same_bits(compare(other, null), compare(other, zeros))
+    assert same_bits(abs(null), zeros)
+    assert same_bits(null // 2, zeros)
+    assert same_bits(null % 2, zeros)
+    assert {null: 1}[null] == 1
+
+
 def test_everything_else_gets_the_zeros_counted():
     null, zeros = condition(), torch.zeros(1, LENGTH, CONTEXT, dtype=torch.bfloat16)
     weight = noise(3, CONTEXT)
@@ -726,6 +828,9 @@ def test_a_concatenation_of_condition_and_null_is_symbolic():
     ("make", "error", "match"),
     [
         (lambda: prequal.NullCondition((3,)), ValueError, r"shape: expected \[B, L, Dc\] or \[L, Dc\], got \[3\]"),
+        (lambda: prequal.NullCondition((1, -3, 2)), ValueError, r"shape: expected no negative size, got \[1, -3, 2\]"),
+        (lambda: prequal.NullCondition((1, 3, 2), "float32"), TypeError, "dtype: expected a torch.dtype, got str"),
+        (lambda: prequal.NullCondition.like(3), TypeError, "condition: expected a Tensor or a condition, got int"),
         (lambda: condition(valid=torch.ones(1, 3, dtype=torch.bool)), ValueError, r"valid: expected bool \[1, 11\]"),
         (lambda: condition(valid=torch.ones(1, LENGTH)), ValueError, "valid: .*got torch.float32"),
         (lambda: prequal.GuidedCondition(condition()), TypeError, "condition: expected a Tensor, got NullCondition"),

@@ -292,7 +292,7 @@ class NullContext:
         assert row is not None
         return row.expand(*_leading(x, condition), -1)
 
-    def answer(self, layer: str, x: Any, context: Any, *more: Any) -> Any:
+    def answer(self, layer: str, x: Any, context: Any, *more: Any, **named: Any) -> Any:
         """What the layer's module answers, by the best path that is open. `context` may be symbolic, or not.
 
         For serial guidance the answer is the view of `row`. For batched guidance both halves are concatenated, which
@@ -301,16 +301,16 @@ class NullContext:
         found = self.layers[layer]
         condition = symbolic(context)
         if torch.compiler.is_compiling():  # traced as the reference
-            return found.reference(x, context if condition is None else materialized(context), *more)
+            return found.reference(x, context if condition is None else materialized(context), *more, **named)
         looking = _watching.get()
         if looking is not None and looking[0] is self:
-            return self._looked_at(looking[1], layer, x, context, condition, more)
+            return self._looked_at(looking[1], layer, x, context, condition, more, named)
         if condition is None:
-            return found.reference(x, context, *more)
+            return found.reference(x, context, *more, **named)
         valid = condition.valid
-        if any(value is not None for value in more):
+        if any(value is not None for value in (*more, *named.values())):
             refuse(str(feats_of(x).device), unsupported("arguments"), NEEDS["arguments"])
-            return found.reference(x, materialized(context), *more)
+            return found.reference(x, materialized(context), *more, **named)
         row = self.row(layer, x, condition)
         if row is None:
             return self._projected(layer, x, context, condition, valid)
@@ -335,17 +335,26 @@ class NullContext:
         return answer if isinstance(x, Tensor) else x.replace(answer)
 
     def _looked_at(
-        self, watching: _Watching, layer: str, x: Any, context: Any, condition: Condition | None, more: tuple[Any, ...]
+        self,
+        watching: _Watching,
+        layer: str,
+        x: Any,
+        context: Any,
+        condition: Condition | None,
+        more: tuple[Any, ...],
+        named: Mapping[str, Any],
     ) -> Any:
-        case = watching.cases[layer]
+        case, extra = watching.cases[layer], any(value is not None for value in (*more, *named.values()))
         if condition is not None:
             watching.reached.add(layer)
-            return self.layers[layer].reference(x, materialized(context), condition.valid)
+            context = materialized(context)
+            if not extra:
+                return self.layers[layer].reference(x, context, condition.valid)
         if watching.symbolic:  # zeros by now
-            return self.layers[layer].reference(x, context, *more)
-        if any(value is not None for value in more):
+            return self.layers[layer].reference(x, context, *more, **named)
+        if extra:
             case.refuse("arguments", NEEDS["arguments"])
-            return self.layers[layer].reference(x, context, *more)
+            return self.layers[layer].reference(x, context, *more, **named)
         return case.observe(x, context)
 
     def _look_up(
@@ -385,7 +394,7 @@ class NullContext:
             return "grad"
         if torch.is_autocast_enabled(feats.device.type):
             return "autocast"
-        if not self.layers[layer].no_dropout(module):
+        if not self.layers[layer].no_dropout(module) or served.watched.began_training():
             return "dropout"
         if not served.watched.is_bare():
             return "bare"
