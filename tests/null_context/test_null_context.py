@@ -187,6 +187,45 @@ def test_several_sequences_and_padded_conditions_are_answered(guidance):
     assert counted() == ({ROW}, set())
 
 
+class Masked(Attention):
+    """Where it has a mask its product rounds otherwise, as that of another kernel of attention may."""
+
+    def forward(self, x, context=None, valid=None):
+        self.to_out.odd = NEVER if valid is None else lambda rows: rows > 1
+        return super().forward(x, context, valid)
+
+
+@both
+def test_a_mask_is_served_only_where_one_was_run(guidance):
+    module = attention()
+    module.__class__ = Masked
+    valid = torch.ones(1, LENGTH, dtype=torch.bool)
+    context = qualified(module, guidance)
+    answered(context, guidance, valid=valid)
+    assert counted() == (set(), {"unsupported_input:condition"})
+    run = context.qualify(condition(guidance, valid=valid), shapes=[(1, 7)])
+    assert run.canonical_rows != 1
+    assert "row made at 1" in run.layers[0].mismatches
+
+
+@both
+@torch.no_grad()
+def test_a_run_looks_at_the_valid_tokens_of_its_condition(guidance):
+    module = attention()
+    context = context_of(module)
+    valid = torch.ones(1, LENGTH, dtype=torch.bool)
+    valid[0, 3:] = False
+    x = noise(2 if guidance == "batched" else 1, 7, WIDTH)
+    report = context.qualify(condition(guidance, valid=valid), runs=[lambda c: context.answer("0", x, c)])
+    assert report.path == "row", report
+    prequal.reset_stats()
+    answered(context, guidance, valid=valid)
+    assert counted() == ({ROW}, set())
+    prequal.reset_stats()
+    answered(context, guidance)
+    assert counted() == (set(), {"unsupported_input:condition"})
+
+
 def test_conditions_are_checked_at_their_valid_positions_only():
     """An invalid token may have any value row: its weight is zero."""
     module = attention()
@@ -841,6 +880,24 @@ def test_a_concatenation_of_condition_and_null_is_symbolic():
         (lambda: prequal.CrossAttention(3, "to_out", len, 1), TypeError, "module: expected a torch.nn.Module"),
         (lambda: prequal.CrossAttention(attention(), "out", len, 1), ValueError, "output: .*got 'out'"),
         (lambda: context_of(attention()).qualify(3, shapes=[(1, 1)]), TypeError, "condition: expected a NullCondition"),
+        (lambda: context_of(attention(), canonical_rows=True), ValueError, "canonical_rows: .*got"),
+        (
+            lambda: context_of(attention(), canonical_rows=2.5),
+            TypeError,
+            "canonical_rows: expected row counts, got flo",
+        ),
+        (
+            lambda: context_of(attention()).qualify(condition(), runs=len),
+            TypeError,
+            "runs: expected functions in a lis",
+        ),
+        (
+            lambda: context_of(attention()).qualify(condition(), runs=[3]),
+            TypeError,
+            "runs: expected functions .*got int",
+        ),
+        (lambda: context_of(attention()).qualify(condition(), shapes=(1, 5)), TypeError, "shapes: .* got int"),
+        (lambda: context_of(attention()).row("0", noise(1), noise(1)), TypeError, "condition: .*, got Tensor"),
         (lambda: context_of(attention()).qualify(condition()), ValueError, "shapes, runs: expected at least one case"),
         (lambda: context_of(attention()).qualify(condition(), shapes=["1"]), ValueError, "shapes: expected positive"),
     ],

@@ -28,7 +28,7 @@ from .condition import (
     refuse,
     symbolic,
 )
-from .layer import Case, CrossAttention, Served, Shapes, Watched, fingerprint_of, numerics_of, repeated
+from .layer import Case, CrossAttention, Served, Shape, Shapes, Watched, fingerprint_of, numerics_of, repeated
 from .report import Guidance, NullContextReport, Path
 
 CANDIDATES = (1, 16, 64, 256, 1024)
@@ -51,6 +51,7 @@ class _Watching:
     """A qualification that looks on while the model runs."""
 
     cases: Mapping[str, Case]
+    valid: Tensor | None  # of the condition, which the tensor in its place cannot say
     symbolic: bool = False  # the second run: which layers the symbolic condition reached
     reached: set[str] = field(default_factory=set)
 
@@ -85,8 +86,10 @@ class NullContext:
             raise TypeError("layers: expected a mapping from names to CrossAttention")
         if not layers:
             raise ValueError("layers: expected at least one, got none")
+        if not isinstance(canonical_rows, Iterable | int):
+            raise TypeError(f"canonical_rows: expected row counts, got {type(canonical_rows).__name__}")
         counts = [canonical_rows] if isinstance(canonical_rows, int) else list(canonical_rows)
-        if not counts or not all(isinstance(count, int) and count > 0 for count in counts):
+        if not counts or not all(type(count) is int and count > 0 for count in counts):
             raise ValueError(f"canonical_rows: expected positive row counts, got {counts}")
         self.layers = dict(layers)
         self.canonical_rows = tuple(sorted(set(counts)))
@@ -128,7 +131,17 @@ class NullContext:
         """
         if not isinstance(condition, NullCondition | GuidedCondition):
             raise TypeError(f"condition: expected a NullCondition or a GuidedCondition, got {type(condition).__name__}")
-        wanted, runs = [tuple(shape) for shape in shapes], list(runs)
+        if callable(runs):
+            raise TypeError(f"runs: expected functions in a list, got {type(runs).__name__}")
+        runs = list(runs)
+        for run in runs:
+            if not callable(run):
+                raise TypeError(f"runs: expected functions of a condition, got {type(run).__name__}")
+        wanted = []
+        for one in shapes:
+            if not isinstance(one, Sequence):
+                raise TypeError(f"shapes: expected leading dimensions (B, N) of each case, got {type(one).__name__}")
+            wanted.append(tuple(one))
         if not wanted and not runs:
             raise ValueError("shapes, runs: expected at least one case, got none")
         for shape in wanted:
@@ -170,9 +183,9 @@ class NullContext:
     ) -> None:
         for run in runs:
             seen = {name: case.cases for name, case in cases.items()}
-            with self._looking_on(_Watching(cases)):
+            with self._looking_on(_Watching(cases, condition.valid)):
                 run(condition.materialize())
-            with self._looking_on(_Watching(cases, symbolic=True)) as second:
+            with self._looking_on(_Watching(cases, condition.valid, symbolic=True)) as second:
                 run(condition)
             for name, case in cases.items():
                 if case.cases == seen[name]:
@@ -278,10 +291,12 @@ class NullContext:
             [B, N, C], strides 0 but in the last dimension. It is not to be written to.
 
         Raises:
-            KeyError: no such layer. FallbackError: refused, in strict mode.
+            KeyError: no such layer. TypeError: condition is not symbolic. FallbackError: refused, in strict mode.
         """
         if torch.compiler.is_compiling():
             return None
+        if not isinstance(condition, Condition):
+            raise TypeError(f"condition: expected a NullCondition or a GuidedCondition, got {type(condition).__name__}")
         qualified, refusal = self._look_up(ROW, layer, x, condition)
         if refusal is not None:
             refuse(str(feats_of(x).device), *refusal)
@@ -355,7 +370,7 @@ class NullContext:
         if extra:
             case.refuse("arguments", NEEDS["arguments"])
             return self.layers[layer].reference(x, context, *more, **named)
-        return case.observe(x, context)
+        return case.observe(x, context, watching.valid)
 
     def _look_up(
         self, path: str, layer: str, x: Any, condition: Condition
@@ -409,7 +424,7 @@ class NullContext:
             or (batched and (x is not feats or feats.shape[0] % 2))
         ):
             return "layout"
-        return served.shapes.unmet(_leading(x, condition), tuple(null.shape[-2:]))
+        return served.shapes.unmet(Shape(_leading(x, condition), tuple(null.shape[-2:]), null.valid is not None))
 
     def _moved(self, qualified: _Qualified, layer: str) -> str | None:
         if text := qualified.layers[layer].watched.moved():

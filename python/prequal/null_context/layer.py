@@ -146,6 +146,7 @@ class Shape(NamedTuple):
 
     leading: tuple[int, ...]  # of x: of one half, where guidance is batched
     condition: tuple[int, ...]  # [L, Dc]
+    masked: bool  # the condition says which tokens are valid: attention with a mask may be another kernel
 
 
 class Shapes:
@@ -153,22 +154,22 @@ class Shapes:
 
     def __init__(self, known: Collection[Shape], exact: bool) -> None:
         self._known, self._exact = frozenset(known), exact
-        self._conditions = {shape.condition for shape in known}
+        self._conditions = {(shape.condition, shape.masked) for shape in known}
         self._spans: dict[Shape, tuple[int, int]] = {}  # without the token count -> the least and the largest
         for shape in known:
             *before, count = shape.leading
-            key = Shape(tuple(before), shape.condition)
+            key = shape._replace(leading=tuple(before))
             low, high = self._spans.get(key, (count, count))
             self._spans[key] = min(low, count), max(high, count)
 
-    def unmet(self, leading: tuple[int, ...], condition: tuple[int, ...]) -> str | None:
-        shape = Shape(leading, condition)
+    def unmet(self, shape: Shape) -> str | None:
         if shape in self._known:
             return None
-        if condition not in self._conditions:
+        if (shape.condition, shape.masked) not in self._conditions:
             return "condition"
-        low, high = self._spans.get(Shape(leading[:-1], condition), (1, 0))
-        return "rows" if self._exact or not low <= leading[-1] <= high else None
+        *before, count = shape.leading
+        low, high = self._spans.get(shape._replace(leading=tuple(before)), (1, 0))
+        return "rows" if self._exact or not low <= count <= high else None
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,7 @@ class Case:
         else:
             halves = (valid, valid)
             leading = tuple(feats.shape[:-1])
-        self.shapes.add(Shape(leading, tuple(feats_of(null).shape[-2:])))
+        self.shapes.add(Shape(leading, tuple(feats_of(null).shape[-2:]), valid is not None))
         dtypes = feats.dtype, feats_of(null).dtype
         if self.dtypes not in (None, dtypes):
             self.refuse("layout", f"{NEEDS['layout']}; cases of {self.dtypes} and of {dtypes}")
