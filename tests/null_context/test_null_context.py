@@ -450,7 +450,7 @@ def test_a_case_without_rows_vouches_for_nothing():
     [
         ("rows", {"tokens": 4}),
         ("rows", {"tokens": 21}),
-        ("rows", {"batch": 2}),
+        ("condition", {"batch": 2}),
         ("condition", {"length": LENGTH + 1}),
     ],
 )
@@ -622,6 +622,32 @@ def test_what_moves_ends_the_qualification_until_the_next(change, guidance, rest
         prequal.reset_stats()
         answered(context, guidance)
         assert counted() == ({ROW}, set())
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("tokens", [1, 5], ids=["one token", "a token of five"])
+def test_a_write_into_the_cached_row_ends_the_qualification(tokens, inference):
+    context = context_of(attention())
+    with torch.inference_mode(inference), torch.no_grad():
+        assert context.qualify(condition(), shapes=[(1, 1), (1, 5)]).path == "row"
+        context.row("0", noise(1, tokens, WIDTH), condition())[:, :1].add_(1)
+        prequal.reset_stats()
+        answered(context, tokens=tokens)
+        assert counted() == (set(), {"not_qualified"})
+        assert context.check() == {"serial": "0: the cached row was written to"}
+        assert context.qualify(condition(), shapes=[(1, 1), (1, 5)]).path == "row"
+        prequal.reset_stats()
+        answered(context, tokens=tokens)
+        assert counted() == ({ROW}, set())
+
+
+@both
+def test_a_condition_of_another_batch_is_not_answered_for(guidance):
+    context = qualified(guidance=guidance)
+    with torch.no_grad():
+        x = noise(1 if guidance == "serial" else 2, 7, WIDTH)
+        assert context.row("0", x, condition(guidance, batch=2)) is None
+    assert counted() == (set(), {"unsupported_input:condition"})
 
 
 def test_a_cast_ends_the_qualification():

@@ -236,6 +236,7 @@ class NullContext:
                 watched=watched[name],
                 shapes=Shapes(case.shapes, exact),
                 dtypes=case.dtypes,
+                row_version=0 if canonical is None else case.rows[canonical]._version,
             )
             for name, case in cases.items()
         }
@@ -251,7 +252,7 @@ class NullContext:
             found: dict[Guidance, str] = {}
             for guidance, qualified in self._qualified.items():
                 text = next(
-                    (f"{n}.{t}" for n, found_layer in qualified.layers.items() if (t := found_layer.watched.moved())),
+                    (f"{n}: {t}" for n, found_layer in qualified.layers.items() if (t := found_layer.moved())),
                     None,
                 )
                 now = fingerprint_of(qualified.device)
@@ -288,7 +289,8 @@ class NullContext:
             condition: symbolic, as the layer would get it.
 
         Returns:
-            [B, N, C], strides 0 but in the last dimension. It is not to be written to.
+            [B, N, C], strides 0 but in the last dimension. It is not to be written to: torch raises, or, of a single
+            token, the qualification ends.
 
         Raises:
             KeyError: no such layer. TypeError: condition is not symbolic. FallbackError: refused, in strict mode.
@@ -424,11 +426,11 @@ class NullContext:
             or (batched and (x is not feats or feats.shape[0] % 2))
         ):
             return "layout"
-        return served.shapes.unmet(Shape(_leading(x, condition), tuple(null.shape[-2:]), null.valid is not None))
+        return served.shapes.unmet(Shape(_leading(x, condition), tuple(null.shape), null.valid is not None))
 
     def _moved(self, qualified: _Qualified, layer: str) -> str | None:
-        if text := qualified.layers[layer].watched.moved():
-            return f"{layer}.{text}"
+        if text := qualified.layers[layer].moved():
+            return f"{layer}: {text}"
         if (now := numerics_of(qualified.device)) != qualified.numerics:
             return f"numeric flags of torch moved from {qualified.numerics} to {now}"
         return None

@@ -145,7 +145,7 @@ class Shape(NamedTuple):
     """Of a call."""
 
     leading: tuple[int, ...]  # of x: of one half, where guidance is batched
-    condition: tuple[int, ...]  # [L, Dc]
+    condition: tuple[int, ...]  # [B, L, Dc], of one half
     masked: bool  # the condition says which tokens are valid: attention with a mask may be another kernel
 
 
@@ -181,6 +181,13 @@ class Served:
     watched: Watched
     shapes: Shapes
     dtypes: tuple[torch.dtype, torch.dtype] | None
+    row_version: int = 0
+
+    def moved(self) -> str | None:
+        # torch lets a view of one token be written to, also where that token is the view that a call was given
+        if self.row is not None and self.row._version != self.row_version:
+            return "the cached row was written to"
+        return self.watched.moved()
 
 
 # Which product and which attention run: getters of torch's own, absent in some releases.
@@ -262,7 +269,7 @@ class Case:
         else:
             halves = (valid, valid)
             leading = tuple(feats.shape[:-1])
-        self.shapes.add(Shape(leading, tuple(feats_of(null).shape[-2:]), valid is not None))
+        self.shapes.add(Shape(leading, tuple(feats_of(null).shape), valid is not None))
         dtypes = feats.dtype, feats_of(null).dtype
         if self.dtypes not in (None, dtypes):
             self.refuse("layout", f"{NEEDS['layout']}; cases of {self.dtypes} and of {dtypes}")
@@ -316,7 +323,9 @@ class Case:
     def _make_rows(self) -> None:
         assert self.value is not None
         for count in self.candidates:
-            self.rows[count] = self.layer.project(repeated(self.value, (count,)))[0].clone()
+            row = self.layer.project(repeated(self.value, (count,)))[0]
+            with torch.inference_mode(False):  # writes to it are to be counted
+                self.rows[count] = row.clone()
 
     def _projects(
         self, conditional: tuple[Any, ...], want: Tensor, null_want: Tensor, leading: tuple[int, ...]
