@@ -24,7 +24,7 @@ NEEDS: Mapping[str, str] = {
     "dropout": "no attention dropout: a module in training mode drops weights",
     "valid_tokens": "at least one valid token in every sequence of the condition",
     "joint": "a softmax over the condition alone: in joint attention its tokens change the weights of the others",
-    "condition": "a condition of the batch, length, width and dtype that was qualified, with valid tokens told where they were",
+    "condition": "a condition of the batch, length, width and dtype that was qualified, with or without a mask as then",
     "rows": "leading dimensions within those that were qualified",
     "layout": "x of the width, dtype and device of the layer; for batched guidance an even first dimension",
     "arguments": "no argument besides x and the condition",
