@@ -257,6 +257,46 @@ def test_arguments_by_name_are_understood():
     assert reasons() == {"unsupported_input:arguments": 1}
 
 
+class Steered(MultiHeadAttention):
+    """More arguments, of every kind that a signature may have."""
+
+    def forward(self, x, context=None, indices=None, offset=None, *, gain=None, **more):
+        y = super().forward(x, context)
+        for value in (offset, *more.values()):
+            y = y if value is None else y + value
+        return y if gain is None else y * gain
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ((), {"gain": 2.0}),
+        ((), {"offset": 3.0}),
+        ((), {"bias": 3.0}),
+        ((None, 3.0), {}),
+        ((None, 3.0), {"gain": 2.0}),
+    ],
+    ids=["keyword only", "behind one left out", "of no name", "two by place", "by place and name"],
+)
+@torch.no_grad()
+def test_no_argument_of_a_patched_module_is_lost(args, named):
+    module = randomized(Steered(32, 4, CONTEXT)).bfloat16()
+    x, cond = noise(1, 9, 32, dtype=torch.bfloat16), noise(1, LENGTH, CONTEXT, dtype=torch.bfloat16)
+    null = prequal.NullCondition.like(cond)
+    calls = [lambda c: module(x, c, *args, **named)]
+    if not args:
+        calls += [lambda c: module(x, context=c, **named), lambda c: module(context=c, x=x, **named)]
+    want = [(call(cond), call(torch.zeros_like(cond))) for call in calls]
+    context = prequal.patch_null_context(module)
+    assert context.qualify(null, shapes=[(1, 9)]).path == "row"
+    for call, (full, empty) in zip(calls, want, strict=True):
+        assert same_bits(call(cond), full)
+        assert same_bits(call(null), empty)
+    assert reasons() == {"unsupported_input:arguments": len(calls)}
+    for call in calls:
+        assert context.qualify(null, runs=[call]).reason == "unsupported_input:arguments"
+
+
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pathlib
 import threading
 
@@ -186,6 +187,45 @@ def test_several_sequences_and_padded_conditions_are_answered(guidance):
     assert counted() == ({ROW}, set())
 
 
+class Masked(Attention):
+    """Where it has a mask its product rounds otherwise, as that of another kernel of attention may."""
+
+    def forward(self, x, context=None, valid=None):
+        self.to_out.odd = NEVER if valid is None else lambda rows: rows > 1
+        return super().forward(x, context, valid)
+
+
+@both
+def test_a_mask_is_served_only_where_one_was_run(guidance):
+    module = attention()
+    module.__class__ = Masked
+    valid = torch.ones(1, LENGTH, dtype=torch.bool)
+    context = qualified(module, guidance)
+    answered(context, guidance, valid=valid)
+    assert counted() == (set(), {"unsupported_input:condition"})
+    run = context.qualify(condition(guidance, valid=valid), shapes=[(1, 7)])
+    assert run.canonical_rows != 1
+    assert "row made at 1" in run.layers[0].mismatches
+
+
+@both
+@torch.no_grad()
+def test_a_run_looks_at_the_valid_tokens_of_its_condition(guidance):
+    module = attention()
+    context = context_of(module)
+    valid = torch.ones(1, LENGTH, dtype=torch.bool)
+    valid[0, 3:] = False
+    x = noise(2 if guidance == "batched" else 1, 7, WIDTH)
+    report = context.qualify(condition(guidance, valid=valid), runs=[lambda c: context.answer("0", x, c)])
+    assert report.path == "row", report
+    prequal.reset_stats()
+    answered(context, guidance, valid=valid)
+    assert counted() == ({ROW}, set())
+    prequal.reset_stats()
+    answered(context, guidance)
+    assert counted() == (set(), {"unsupported_input:condition"})
+
+
 def test_conditions_are_checked_at_their_valid_positions_only():
     """An invalid token may have any value row: its weight is zero."""
     module = attention()
@@ -328,6 +368,49 @@ def test_dropout_is_refused_at_qualification_and_at_a_call():
     assert counted() == (set(), {"unsupported_input:dropout"})
 
 
+class Dropping(Attention):
+    """Its dropout is a function of a number, which no submodule tells of."""
+
+    def forward(self, x, context=None, valid=None):
+        return F.dropout(super().forward(x, context, valid), 0.5, self.training)
+
+
+def test_a_module_that_begins_training_after_its_qualification_is_refused():
+    module = attention()
+    module.__class__ = Dropping
+    context = qualified(module)
+    module.train()
+    with torch.no_grad():
+        assert context.row("0", noise(1, 7, WIDTH), condition()) is None
+    assert counted() == (set(), {"unsupported_input:dropout"})
+    prequal.reset_stats()
+    module.eval()
+    answered(context)
+    assert counted() == ({ROW}, set())
+
+
+class Scaled(Attention):
+    """An attribute that is no parameter: of the queries, and so of what the conditional half attends to."""
+
+    def forward(self, x, context=None, valid=None):
+        return super().forward(x * self.scale, context, valid)
+
+
+@torch.no_grad()
+def test_the_projection_is_of_the_module_as_it_is_now():
+    module = attention(odd=lambda rows: rows in (1, 8, 64))
+    module.__class__, module.scale = Scaled, 1.0
+    context = context_of(module.train())
+    module.eval()
+    module.scale = 0.5
+    assert context.qualify(condition("batched"), shapes=[(1, 20)]).path == "projection"
+    answered(context, "batched", tokens=20)
+    module.scale = 0.25
+    prequal.reset_stats()
+    answered(context, "batched", tokens=20)
+    assert counted() == ({PROJECTION}, {"qualification_failed"})
+
+
 def test_a_condition_without_a_valid_token_is_refused():
     none = torch.zeros(1, LENGTH, dtype=torch.bool)
     module = attention()
@@ -367,7 +450,7 @@ def test_a_case_without_rows_vouches_for_nothing():
     [
         ("rows", {"tokens": 4}),
         ("rows", {"tokens": 21}),
-        ("rows", {"batch": 2}),
+        ("condition", {"batch": 2}),
         ("condition", {"length": LENGTH + 1}),
     ],
 )
@@ -478,6 +561,39 @@ CHANGES = {
 }
 
 
+def _bias_comes(module):
+    module.to_kv.bias = nn.Parameter(noise(2 * WIDTH))
+
+
+def _parameter_comes(module):
+    module.to_out.register_parameter("extra", nn.Parameter(noise(WIDTH)))
+
+
+def _submodule_comes(module):
+    module.add_module("adapter", nn.Linear(WIDTH, WIDTH))
+
+
+@both
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_bias_comes, "bias was exchanged"),
+        (_parameter_comes, "extra was added"),
+        (_submodule_comes, "adapter was added"),
+    ],
+)
+def test_what_comes_to_a_module_ends_the_qualification(change, said, guidance, caplog):
+    module = attention()
+    module.to_kv.bias = None
+    context = qualified(module, guidance)
+    change(module)
+    prequal.runtime_state.telemetry._said.clear()
+    with caplog.at_level("WARNING", "prequal"):
+        answered(context, guidance)
+    assert counted() == (set(), {"not_qualified"})
+    assert said in caplog.text
+
+
 @pytest.fixture
 def restored_flags():
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
@@ -506,6 +622,32 @@ def test_what_moves_ends_the_qualification_until_the_next(change, guidance, rest
         prequal.reset_stats()
         answered(context, guidance)
         assert counted() == ({ROW}, set())
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("tokens", [1, 5], ids=["one token", "a token of five"])
+def test_a_write_into_the_cached_row_ends_the_qualification(tokens, inference):
+    context = context_of(attention())
+    with torch.inference_mode(inference), torch.no_grad():
+        assert context.qualify(condition(), shapes=[(1, 1), (1, 5)]).path == "row"
+        context.row("0", noise(1, tokens, WIDTH), condition())[:, :1].add_(1)
+        prequal.reset_stats()
+        answered(context, tokens=tokens)
+        assert counted() == (set(), {"not_qualified"})
+        assert context.check() == {"serial": "0: the cached row was written to"}
+        assert context.qualify(condition(), shapes=[(1, 1), (1, 5)]).path == "row"
+        prequal.reset_stats()
+        answered(context, tokens=tokens)
+        assert counted() == ({ROW}, set())
+
+
+@both
+def test_a_condition_of_another_batch_is_not_answered_for(guidance):
+    context = qualified(guidance=guidance)
+    with torch.no_grad():
+        x = noise(1 if guidance == "serial" else 2, 7, WIDTH)
+        assert context.row("0", x, condition(guidance, batch=2)) is None
+    assert counted() == (set(), {"unsupported_input:condition"})
 
 
 def test_a_cast_ends_the_qualification():
@@ -691,6 +833,31 @@ def test_casts_and_moves_keep_a_condition_symbolic():
     assert prequal.stats() == {}
 
 
+def test_the_valid_tokens_of_a_condition_are_where_it_is():
+    valid = torch.ones(1, LENGTH, dtype=torch.bool)
+    for symbol in (condition(valid=valid), condition("batched", valid=valid)):
+        assert symbol.to("meta").valid.device == torch.device("meta")
+        assert symbol.half().valid is not None
+    assert prequal.NullCondition((1, LENGTH, CONTEXT), device="meta", valid=valid).valid.device.type == "meta"
+
+
+@pytest.mark.parametrize("device", [1, "cuda:1", torch.device("cuda:1")], ids=str)
+def test_a_condition_goes_to_the_device_that_a_tensor_would_go_to(device):
+    assert condition().cuda(device).device == torch.device("cuda:1")
+
+
+def test_a_condition_is_compared_element_by_element():
+    null, zeros = condition(), torch.zeros(1, LENGTH, CONTEXT, dtype=torch.bfloat16)
+    for compare in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge):
+        for other in (0, 1, zeros - 1):
+            assert same_bits(compare(null, other), compare(zeros, other))
+            assert same_bits(compare(other, null), compare(other, zeros))
+    assert same_bits(abs(null), zeros)
+    assert same_bits(null // 2, zeros)
+    assert same_bits(null % 2, zeros)
+    assert {null: 1}[null] == 1
+
+
 def test_everything_else_gets_the_zeros_counted():
     null, zeros = condition(), torch.zeros(1, LENGTH, CONTEXT, dtype=torch.bfloat16)
     weight = noise(3, CONTEXT)
@@ -726,6 +893,9 @@ def test_a_concatenation_of_condition_and_null_is_symbolic():
     ("make", "error", "match"),
     [
         (lambda: prequal.NullCondition((3,)), ValueError, r"shape: expected \[B, L, Dc\] or \[L, Dc\], got \[3\]"),
+        (lambda: prequal.NullCondition((1, -3, 2)), ValueError, r"shape: expected no negative size, got \[1, -3, 2\]"),
+        (lambda: prequal.NullCondition((1, 3, 2), "float32"), TypeError, "dtype: expected a torch.dtype, got str"),
+        (lambda: prequal.NullCondition.like(3), TypeError, "condition: expected a Tensor or a condition, got int"),
         (lambda: condition(valid=torch.ones(1, 3, dtype=torch.bool)), ValueError, r"valid: expected bool \[1, 11\]"),
         (lambda: condition(valid=torch.ones(1, LENGTH)), ValueError, "valid: .*got torch.float32"),
         (lambda: prequal.GuidedCondition(condition()), TypeError, "condition: expected a Tensor, got NullCondition"),
@@ -736,6 +906,24 @@ def test_a_concatenation_of_condition_and_null_is_symbolic():
         (lambda: prequal.CrossAttention(3, "to_out", len, 1), TypeError, "module: expected a torch.nn.Module"),
         (lambda: prequal.CrossAttention(attention(), "out", len, 1), ValueError, "output: .*got 'out'"),
         (lambda: context_of(attention()).qualify(3, shapes=[(1, 1)]), TypeError, "condition: expected a NullCondition"),
+        (lambda: context_of(attention(), canonical_rows=True), ValueError, "canonical_rows: .*got"),
+        (
+            lambda: context_of(attention(), canonical_rows=2.5),
+            TypeError,
+            "canonical_rows: expected row counts, got flo",
+        ),
+        (
+            lambda: context_of(attention()).qualify(condition(), runs=len),
+            TypeError,
+            "runs: expected functions in a lis",
+        ),
+        (
+            lambda: context_of(attention()).qualify(condition(), runs=[3]),
+            TypeError,
+            "runs: expected functions .*got int",
+        ),
+        (lambda: context_of(attention()).qualify(condition(), shapes=(1, 5)), TypeError, "shapes: .* got int"),
+        (lambda: context_of(attention()).row("0", noise(1), noise(1)), TypeError, "condition: .*, got Tensor"),
         (lambda: context_of(attention()).qualify(condition()), ValueError, "shapes, runs: expected at least one case"),
         (lambda: context_of(attention()).qualify(condition(), shapes=["1"]), ValueError, "shapes: expected positive"),
     ],

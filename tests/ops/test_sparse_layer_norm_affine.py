@@ -55,6 +55,16 @@ def test_offsets_say_what_a_sorted_list_says(device):
     assert torch.equal(got, prequal.sparse_layer_norm_affine(x, scale, shift, ptr=ptr.int()))
 
 
+def test_batches_are_looked_at_where_there_is_nothing_to_read():
+    x, rows = torch.ones(4, 8), torch.ones(2, 8)
+    with pytest.raises(ValueError, match=r"ptr: expected offsets that rise from 0 to 0, got \[0, 0, 5\]"):
+        prequal.sparse_layer_norm_affine(x[:0], rows, rows, ptr=torch.tensor([0, 0, 5]))
+    with pytest.raises(ValueError, match=r"batch: expected no tokens where there are no batches, got 4"):
+        prequal.sparse_layer_norm_affine(x, rows[:0], rows[:0], torch.zeros(4, dtype=torch.int64))
+    for none in ({"ptr": torch.tensor([0, 0, 0])}, {"batch": torch.zeros(0, dtype=torch.int64)}):
+        assert prequal.sparse_layer_norm_affine(x[:0], rows, rows, **none).shape == (0, 8)
+
+
 def test_rows_of_one_modulation_are_read_where_they_lie(device):
     x, _, _, batch = inputs(device, torch.bfloat16, 9, 48, 3)
     six = torch.randn(3, 6 * 48, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)

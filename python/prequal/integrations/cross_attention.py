@@ -96,20 +96,18 @@ def _patched_class(cls: Any) -> type:
     if cls not in _made:
         original = cls.forward
 
-        def forward(self: Any, x: Any, context: Any = None, *more: Any, **named: Any) -> Any:
+        def forward(self: Any, *args: Any, **named: Any) -> Any:
             if torch.compiler.is_compiling():  # traced as the reference
-                found = symbolic(context)
-                return original(self, x, context if found is None else materialized(context), *more, **named)
+                return original(self, *map(_real, args), **{key: _real(value) for key, value in named.items()})
             plan = _plans.get(self)
             if plan is None:
-                return original(self, x, context, *more, **named)
-            if named:  # arguments by name: by position, as the module's own signature has them
-                bound = inspect.signature(original).bind(self, x, context, *more, **named)
-                x, context, more = bound.args[1], bound.args[2], bound.args[3:]
+                return original(self, *args, **named)
             null_context, name = plan
-            if symbolic(context) is None and not null_context.is_looking_on:
-                return original(self, x, context, *more)
-            return null_context.answer(name, x, context, *more)
+            x, context, more, others = _parted(original, self, args, named)
+            # what is no symbol is passed on as it came
+            if context is None or (symbolic(context) is None and not null_context.is_looking_on):
+                return original(self, *args, **named)
+            return null_context.answer(name, x, context, *more, **others)
 
         _made[cls] = type(
             cls.__name__,
@@ -124,6 +122,22 @@ def _patched_class(cls: Any) -> type:
             },
         )
     return _made[cls]
+
+
+def _real(value: Any) -> Any:
+    return value if symbolic(value) is None else materialized(value)
+
+
+def _parted(
+    original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[Any, Any, tuple[Any, ...], dict[str, Any]]:
+    """x and the context of a call, by the places that the module's own signature gives them, and what else came."""
+    if len(args) >= 2:
+        return args[0], args[1], args[2:], named
+    bound = inspect.signature(original).bind(module, *args, **named)
+    names = list(bound.signature.parameters)[1:3]
+    x, context = (bound.arguments.get(name) for name in names)
+    return x, context, (), {key: value for key, value in named.items() if key not in names}
 
 
 def _reduce(self: Any, protocol: int) -> Any:

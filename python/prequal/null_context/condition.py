@@ -24,7 +24,7 @@ NEEDS: Mapping[str, str] = {
     "dropout": "no attention dropout: a module in training mode drops weights",
     "valid_tokens": "at least one valid token in every sequence of the condition",
     "joint": "a softmax over the condition alone: in joint attention its tokens change the weights of the others",
-    "condition": "a condition of the length, width and dtype that was qualified",
+    "condition": "a condition of the batch, length, width and dtype that was qualified, with or without a mask as then",
     "rows": "leading dimensions within those that were qualified",
     "layout": "x of the width, dtype and device of the layer; for batched guidance an even first dimension",
     "arguments": "no argument besides x and the condition",
@@ -112,8 +112,8 @@ class Condition(abc.ABC):
         return self._cast(None, torch.bfloat16)
 
     def cuda(self, device: Any = None) -> Condition:
-        index = torch.cuda.current_device() if device is None else torch.device("cuda", device).index
-        return self._cast(torch.device("cuda", index), None)
+        named = "cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device
+        return self._cast(_device(named), None)
 
     def cpu(self) -> Condition:
         return self._cast(torch.device("cpu"), None)
@@ -160,10 +160,12 @@ def _operator(name: str) -> Callable[..., Any]:
     return operate
 
 
-for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow"):
     for _side in ("", "r"):
         setattr(Condition, f"__{_side}{_name}__", _operator(f"__{_side}{_name}__"))
-setattr(Condition, "__neg__", _operator("__neg__"))  # noqa: B010
+# Without these, == would compare the two objects, and answer one bool.
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs"):
+    setattr(Condition, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 class NullCondition(Condition):
@@ -189,12 +191,19 @@ class NullCondition(Condition):
         self.shape = torch.Size(shape)
         if len(self.shape) < 2:
             raise ValueError(f"shape: expected [B, L, Dc] or [L, Dc], got {list(self.shape)}")
-        self.dtype, self.device, self.valid = dtype, _device(device), valid
+        if min(self.shape) < 0:
+            raise ValueError(f"shape: expected no negative size, got {list(self.shape)}")
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype: expected a torch.dtype, got {type(dtype).__name__}")
+        self.dtype, self.device = dtype, _device(device)
         self.least_valid = _least_valid(self.shape, valid)
+        self.valid = None if valid is None else valid.to(self.device)
 
     @classmethod
     def like(cls, condition: Tensor | Condition, *, valid: Tensor | None = None) -> NullCondition:
         """As `torch.zeros_like`."""
+        if not isinstance(condition, Tensor | Condition):
+            raise TypeError(f"condition: expected a Tensor or a condition, got {type(condition).__name__}")
         return cls(condition.shape, condition.dtype, condition.device, valid=valid)
 
     def materialize(self) -> Tensor:
@@ -203,6 +212,7 @@ class NullCondition(Condition):
     def _cast(self, device: torch.device | None, dtype: torch.dtype | None) -> NullCondition:
         made = copy.copy(self)
         made.device, made.dtype = _device(device or self.device), dtype or self.dtype
+        made.valid = None if self.valid is None else self.valid.to(made.device)
         return made
 
     def __repr__(self) -> str:

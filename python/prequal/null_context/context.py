@@ -28,7 +28,7 @@ from .condition import (
     refuse,
     symbolic,
 )
-from .layer import Case, CrossAttention, Served, Shapes, Watched, fingerprint_of, numerics_of, repeated
+from .layer import Case, CrossAttention, Served, Shape, Shapes, Watched, fingerprint_of, numerics_of, repeated
 from .report import Guidance, NullContextReport, Path
 
 CANDIDATES = (1, 16, 64, 256, 1024)
@@ -51,6 +51,7 @@ class _Watching:
     """A qualification that looks on while the model runs."""
 
     cases: Mapping[str, Case]
+    valid: Tensor | None  # of the condition, which the tensor in its place cannot say
     symbolic: bool = False  # the second run: which layers the symbolic condition reached
     reached: set[str] = field(default_factory=set)
 
@@ -85,8 +86,10 @@ class NullContext:
             raise TypeError("layers: expected a mapping from names to CrossAttention")
         if not layers:
             raise ValueError("layers: expected at least one, got none")
+        if not isinstance(canonical_rows, Iterable | int):
+            raise TypeError(f"canonical_rows: expected row counts, got {type(canonical_rows).__name__}")
         counts = [canonical_rows] if isinstance(canonical_rows, int) else list(canonical_rows)
-        if not counts or not all(isinstance(count, int) and count > 0 for count in counts):
+        if not counts or not all(type(count) is int and count > 0 for count in counts):
             raise ValueError(f"canonical_rows: expected positive row counts, got {counts}")
         self.layers = dict(layers)
         self.canonical_rows = tuple(sorted(set(counts)))
@@ -128,7 +131,17 @@ class NullContext:
         """
         if not isinstance(condition, NullCondition | GuidedCondition):
             raise TypeError(f"condition: expected a NullCondition or a GuidedCondition, got {type(condition).__name__}")
-        wanted, runs = [tuple(shape) for shape in shapes], list(runs)
+        if callable(runs):
+            raise TypeError(f"runs: expected functions in a list, got {type(runs).__name__}")
+        runs = list(runs)
+        for run in runs:
+            if not callable(run):
+                raise TypeError(f"runs: expected functions of a condition, got {type(run).__name__}")
+        wanted = []
+        for one in shapes:
+            if not isinstance(one, Sequence):
+                raise TypeError(f"shapes: expected leading dimensions (B, N) of each case, got {type(one).__name__}")
+            wanted.append(tuple(one))
         if not wanted and not runs:
             raise ValueError("shapes, runs: expected at least one case, got none")
         for shape in wanted:
@@ -170,9 +183,9 @@ class NullContext:
     ) -> None:
         for run in runs:
             seen = {name: case.cases for name, case in cases.items()}
-            with self._looking_on(_Watching(cases)):
+            with self._looking_on(_Watching(cases, condition.valid)):
                 run(condition.materialize())
-            with self._looking_on(_Watching(cases, symbolic=True)) as second:
+            with self._looking_on(_Watching(cases, condition.valid, symbolic=True)) as second:
                 run(condition)
             for name, case in cases.items():
                 if case.cases == seen[name]:
@@ -223,6 +236,7 @@ class NullContext:
                 watched=watched[name],
                 shapes=Shapes(case.shapes, exact),
                 dtypes=case.dtypes,
+                row_version=0 if canonical is None else case.rows[canonical]._version,
             )
             for name, case in cases.items()
         }
@@ -238,7 +252,7 @@ class NullContext:
             found: dict[Guidance, str] = {}
             for guidance, qualified in self._qualified.items():
                 text = next(
-                    (f"{n}.{t}" for n, found_layer in qualified.layers.items() if (t := found_layer.watched.moved())),
+                    (f"{n}: {t}" for n, found_layer in qualified.layers.items() if (t := found_layer.moved())),
                     None,
                 )
                 now = fingerprint_of(qualified.device)
@@ -275,13 +289,16 @@ class NullContext:
             condition: symbolic, as the layer would get it.
 
         Returns:
-            [B, N, C], strides 0 but in the last dimension. It is not to be written to.
+            [B, N, C], strides 0 but in the last dimension. It is not to be written to: torch raises, or, of a single
+            token, the qualification ends.
 
         Raises:
-            KeyError: no such layer. FallbackError: refused, in strict mode.
+            KeyError: no such layer. TypeError: condition is not symbolic. FallbackError: refused, in strict mode.
         """
         if torch.compiler.is_compiling():
             return None
+        if not isinstance(condition, Condition):
+            raise TypeError(f"condition: expected a NullCondition or a GuidedCondition, got {type(condition).__name__}")
         qualified, refusal = self._look_up(ROW, layer, x, condition)
         if refusal is not None:
             refuse(str(feats_of(x).device), *refusal)
@@ -292,7 +309,7 @@ class NullContext:
         assert row is not None
         return row.expand(*_leading(x, condition), -1)
 
-    def answer(self, layer: str, x: Any, context: Any, *more: Any) -> Any:
+    def answer(self, layer: str, x: Any, context: Any, *more: Any, **named: Any) -> Any:
         """What the layer's module answers, by the best path that is open. `context` may be symbolic, or not.
 
         For serial guidance the answer is the view of `row`. For batched guidance both halves are concatenated, which
@@ -301,16 +318,16 @@ class NullContext:
         found = self.layers[layer]
         condition = symbolic(context)
         if torch.compiler.is_compiling():  # traced as the reference
-            return found.reference(x, context if condition is None else materialized(context), *more)
+            return found.reference(x, context if condition is None else materialized(context), *more, **named)
         looking = _watching.get()
         if looking is not None and looking[0] is self:
-            return self._looked_at(looking[1], layer, x, context, condition, more)
+            return self._looked_at(looking[1], layer, x, context, condition, more, named)
         if condition is None:
-            return found.reference(x, context, *more)
+            return found.reference(x, context, *more, **named)
         valid = condition.valid
-        if any(value is not None for value in more):
+        if any(value is not None for value in (*more, *named.values())):
             refuse(str(feats_of(x).device), unsupported("arguments"), NEEDS["arguments"])
-            return found.reference(x, materialized(context), *more)
+            return found.reference(x, materialized(context), *more, **named)
         row = self.row(layer, x, condition)
         if row is None:
             return self._projected(layer, x, context, condition, valid)
@@ -335,18 +352,27 @@ class NullContext:
         return answer if isinstance(x, Tensor) else x.replace(answer)
 
     def _looked_at(
-        self, watching: _Watching, layer: str, x: Any, context: Any, condition: Condition | None, more: tuple[Any, ...]
+        self,
+        watching: _Watching,
+        layer: str,
+        x: Any,
+        context: Any,
+        condition: Condition | None,
+        more: tuple[Any, ...],
+        named: Mapping[str, Any],
     ) -> Any:
-        case = watching.cases[layer]
+        case, extra = watching.cases[layer], any(value is not None for value in (*more, *named.values()))
         if condition is not None:
             watching.reached.add(layer)
-            return self.layers[layer].reference(x, materialized(context), condition.valid)
+            context = materialized(context)
+            if not extra:
+                return self.layers[layer].reference(x, context, condition.valid)
         if watching.symbolic:  # zeros by now
-            return self.layers[layer].reference(x, context, *more)
-        if any(value is not None for value in more):
+            return self.layers[layer].reference(x, context, *more, **named)
+        if extra:
             case.refuse("arguments", NEEDS["arguments"])
-            return self.layers[layer].reference(x, context, *more)
-        return case.observe(x, context)
+            return self.layers[layer].reference(x, context, *more, **named)
+        return case.observe(x, context, watching.valid)
 
     def _look_up(
         self, path: str, layer: str, x: Any, condition: Condition
@@ -385,7 +411,7 @@ class NullContext:
             return "grad"
         if torch.is_autocast_enabled(feats.device.type):
             return "autocast"
-        if not self.layers[layer].no_dropout(module):
+        if not self.layers[layer].no_dropout(module) or served.watched.began_training():
             return "dropout"
         if not served.watched.is_bare():
             return "bare"
@@ -400,11 +426,11 @@ class NullContext:
             or (batched and (x is not feats or feats.shape[0] % 2))
         ):
             return "layout"
-        return served.shapes.unmet(_leading(x, condition), tuple(null.shape[-2:]))
+        return served.shapes.unmet(Shape(_leading(x, condition), tuple(null.shape), null.valid is not None))
 
     def _moved(self, qualified: _Qualified, layer: str) -> str | None:
-        if text := qualified.layers[layer].watched.moved():
-            return f"{layer}.{text}"
+        if text := qualified.layers[layer].moved():
+            return f"{layer}: {text}"
         if (now := numerics_of(qualified.device)) != qualified.numerics:
             return f"numeric flags of torch moved from {qualified.numerics} to {now}"
         return None

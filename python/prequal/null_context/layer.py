@@ -52,7 +52,7 @@ class CrossAttention:
     forward: Callable[..., Any] | None = None
     no_dropout: Callable[[nn.Module], bool] = _no_dropout
     joint: bool = False
-    _headless: nn.Module = field(init=False, repr=False)
+    _class: type = field(init=False, repr=False)  # that the module had before it was patched
 
     def __post_init__(self) -> None:
         if not isinstance(self.module, nn.Module):
@@ -61,25 +61,26 @@ class CrossAttention:
             raise ValueError(
                 f"output: expected the name of a submodule of {type(self.module).__name__}, got {self.output!r}"
             )
-        # The same parameters and submodules but for the output projection: what the module does up to there.
-        headless = copy.copy(self.module)
-        headless._modules = {**self.module._modules, self.output: nn.Identity()}
-        object.__setattr__(self, "_headless", headless)
+        object.__setattr__(self, "_class", type(copy.copy(self.module)))
 
-    def reference(self, x: Any, context: Any, valid: Tensor | None = None) -> Any:
-        return self._call(self.module, x, context, valid)
+    def reference(self, x: Any, context: Any, *more: Any, **named: Any) -> Any:
+        return self._call(self.module, x, context, *more, **named)
 
     def attend(self, x: Any, context: Any, valid: Tensor | None = None) -> Any:
         """The reference up to its output projection."""
-        return self._call(self._headless, x, context, valid)
+        # A copy of the module as it is now (its mode, its attributes), with the same parameters and submodules but one.
+        headless = copy.copy(self.module)
+        headless._modules = {**self.module._modules, self.output: nn.Identity()}
+        return self._call(headless, x, context, valid)
 
     def project(self, rows: Tensor) -> Tensor:
         """[..., D] -> [..., C]"""
         return self.module._modules[self.output](rows)  # type: ignore[misc]
 
-    def _call(self, module: nn.Module, x: Any, context: Any, valid: Tensor | None) -> Any:
-        forward = self.forward or type(self._headless).forward  # the class that the module had before it was patched
-        return forward(module, x, context) if valid is None else forward(module, x, context, valid)
+    def _call(self, module: nn.Module, x: Any, context: Any, *more: Any, **named: Any) -> Any:
+        forward = self.forward or self._class.forward  # type: ignore[attr-defined]
+        given = more if any(value is not None for value in more) else ()
+        return forward(module, x, context, *given, **named)
 
 
 class Watched:
@@ -93,15 +94,22 @@ class Watched:
         self._children = [
             (owner._modules, name, child) for owner in module.modules() for name, child in owner._modules.items()
         ]
+        self._counts = [
+            (places, len(places))
+            for owner in module.modules()
+            for places in (owner._modules, owner._parameters, owner._buffers)
+        ]
+        self._eval = [each for each in module.modules() if not each.training]
         self._tensors = [
-            (places, name, tensor, _key(tensor))
+            (places, name, tensor, None if tensor is None else _key(tensor))
             for owner in module.modules()
             for places in (owner._parameters, owner._buffers)
             for name, tensor in places.items()
-            if tensor is not None and not tensor.is_inference()
+            if tensor is None or not tensor.is_inference()  # None: a bias that is not there may come
         ]
         for _, _, tensor, _ in self._tensors:
-            watch(tensor)
+            if tensor is not None:
+                watch(tensor)
         self.uncounted = any(tensor.is_inference() for tensor in (*module.parameters(), *module.buffers()))
 
     def moved(self) -> str | None:
@@ -112,10 +120,17 @@ class Watched:
         for tensors, name, tensor, key in self._tensors:
             if tensors.get(name) is not tensor:
                 return f"{name} was exchanged"
-            if (now := _key(tensor)) != key:
+            if tensor is not None and key is not None and (now := _key(tensor)) != key:
                 each = zip(ParameterKey.__slots__, key, now, strict=True)
                 return f"{name}: " + ", ".join(f"{field} was {was}, is {new}" for field, was, new in each if was != new)
+        for held, count in self._counts:
+            if len(held) != count:
+                return f"{', '.join(list(held)[count:]) or 'a name'} was added or removed"
         return None
+
+    def began_training(self) -> bool:
+        """A module that was in eval mode is not: what it drops now, if by a function, nobody can see."""
+        return any(module.training for module in self._eval)
 
     def is_bare(self) -> bool:
         return all(is_bare(module) for module in self._inner)
@@ -130,7 +145,8 @@ class Shape(NamedTuple):
     """Of a call."""
 
     leading: tuple[int, ...]  # of x: of one half, where guidance is batched
-    condition: tuple[int, ...]  # [L, Dc]
+    condition: tuple[int, ...]  # [B, L, Dc], of one half
+    masked: bool  # the condition says which tokens are valid: attention with a mask may be another kernel
 
 
 class Shapes:
@@ -138,22 +154,22 @@ class Shapes:
 
     def __init__(self, known: Collection[Shape], exact: bool) -> None:
         self._known, self._exact = frozenset(known), exact
-        self._conditions = {shape.condition for shape in known}
+        self._conditions = {(shape.condition, shape.masked) for shape in known}
         self._spans: dict[Shape, tuple[int, int]] = {}  # without the token count -> the least and the largest
         for shape in known:
             *before, count = shape.leading
-            key = Shape(tuple(before), shape.condition)
+            key = shape._replace(leading=tuple(before))
             low, high = self._spans.get(key, (count, count))
             self._spans[key] = min(low, count), max(high, count)
 
-    def unmet(self, leading: tuple[int, ...], condition: tuple[int, ...]) -> str | None:
-        shape = Shape(leading, condition)
+    def unmet(self, shape: Shape) -> str | None:
         if shape in self._known:
             return None
-        if condition not in self._conditions:
+        if (shape.condition, shape.masked) not in self._conditions:
             return "condition"
-        low, high = self._spans.get(Shape(leading[:-1], condition), (1, 0))
-        return "rows" if self._exact or not low <= leading[-1] <= high else None
+        *before, count = shape.leading
+        low, high = self._spans.get(shape._replace(leading=tuple(before)), (1, 0))
+        return "rows" if self._exact or not low <= count <= high else None
 
 
 @dataclass(frozen=True)
@@ -165,6 +181,13 @@ class Served:
     watched: Watched
     shapes: Shapes
     dtypes: tuple[torch.dtype, torch.dtype] | None
+    row_version: int = 0
+
+    def moved(self) -> str | None:
+        # torch lets a view of one token be written to, also where that token is the view that a call was given
+        if self.row is not None and self.row._version != self.row_version:
+            return "the cached row was written to"
+        return self.watched.moved()
 
 
 # Which product and which attention run: getters of torch's own, absent in some releases.
@@ -246,7 +269,7 @@ class Case:
         else:
             halves = (valid, valid)
             leading = tuple(feats.shape[:-1])
-        self.shapes.add(Shape(leading, tuple(feats_of(null).shape[-2:])))
+        self.shapes.add(Shape(leading, tuple(feats_of(null).shape), valid is not None))
         dtypes = feats.dtype, feats_of(null).dtype
         if self.dtypes not in (None, dtypes):
             self.refuse("layout", f"{NEEDS['layout']}; cases of {self.dtypes} and of {dtypes}")
@@ -300,7 +323,9 @@ class Case:
     def _make_rows(self) -> None:
         assert self.value is not None
         for count in self.candidates:
-            self.rows[count] = self.layer.project(repeated(self.value, (count,)))[0].clone()
+            row = self.layer.project(repeated(self.value, (count,)))[0]
+            with torch.inference_mode(False):  # writes to it are to be counted
+                self.rows[count] = row.clone()
 
     def _projects(
         self, conditional: tuple[Any, ...], want: Tensor, null_want: Tensor, leading: tuple[int, ...]

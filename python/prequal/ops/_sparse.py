@@ -175,9 +175,13 @@ def check_batches(batch: Tensor | None, ptr: Tensor | None, tokens: int, count: 
     if given.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected int32 or int64, got {c.short(given.dtype)}")
     c.has_shape(name, given, (entries,))
-    if not is_readable(given) or tokens == 0:
+    if not is_readable(given):
         return
     if batch is not None:
+        if tokens == 0:
+            return
+        if count == 0:
+            raise ValueError(f"batch: expected no tokens where there are no batches, got {tokens}")
         low, high = int(given.min()), int(given.max())
         if low < 0 or high >= count:
             raise ValueError(f"batch: expected numbers from 0 to {count - 1}, got {low if low < 0 else high}")
