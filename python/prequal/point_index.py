@@ -36,8 +36,8 @@ class KnnIndex:
     A write to the references (or to reference_ptr) after the build, an optimiser's step for example, makes the index
     stale: the next query raises `StaleIndexError`, which names what moved, and `rebuild()` is the remedy. What is
     noticed is what moves torch's version counter, and another memory, shape or dtype behind the same tensor. What is
-    not: a write through `.data`, by another library, a storage that is resized and written, or a write to an inference
-    tensor (one made under `torch.inference_mode`), which nobody counts; call `rebuild()` after those. Looking at the counter is
+    not: a write through `.data`, by another library, to a storage that was resized, or to an inference tensor (one made
+    under `torch.inference_mode`), whose writes nobody counts; call `rebuild()` after those. Looking at the counter is
     Python's work: inside `torch.compile` it breaks the graph; there pass `index=index.structure` to the plain ops and
     mind staleness yourself.
 

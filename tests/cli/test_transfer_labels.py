@@ -280,6 +280,14 @@ def test_the_parts_of_a_scene_are_placed_and_a_mirrored_one_stays_right_side_out
     assert trimesh.Trimesh(mesh.vertices, mesh.faces, process=False).volume == pytest.approx(2)
 
 
+def test_a_byte_order_mark_costs_an_obj_file_no_vertex(tmp_path: Path) -> None:
+    path = tmp_path / "marked.obj"
+    path.write_bytes(b"\xef\xbb\xbfv 1 2 3\nv 4 5 6\nv 7 8 10\nf 1 2 3\n")
+    mesh = _mesh.load_mesh(str(path))
+    np.testing.assert_array_equal(mesh.vertices, [[1, 2, 3], [4, 5, 6], [7, 8, 10]])
+    np.testing.assert_array_equal(mesh.faces, [[0, 1, 2]])
+
+
 def test_an_obj_file_keeps_its_vertices_whatever_its_texture_groups_and_encoding(tmp_path: Path) -> None:
     path = tmp_path / "seams.obj"
     path.write_bytes(

@@ -168,6 +168,8 @@ def _read_obj(path: Path) -> tuple[Array, Array]:
         with path.open(encoding="latin-1") as lines:
             for line in lines:
                 number += 1
+                if number == 1:
+                    line = line.removeprefix("\xef\xbb\xbf")  # UTF-8's mark, which some editors put first
                 while line.endswith("\\\n"):
                     line = line[:-2] + " " + next(lines, "")
                     number += 1
