@@ -754,6 +754,7 @@ def test_the_memory_of_the_points_is_kept_until_a_rebuild():
     assert kept() is None
 
 
+@pytest.mark.gpu
 def test_other_points_in_memory_that_was_given_away_are_noticed(cuda):
     references, queries = cloud(cuda, 20_000, 2), cloud(cuda, 10, 1)
     index = prequal.KnnIndex(references)
