@@ -26,7 +26,7 @@ class KnnIndex:
     """References, indexed: `knn`, `knn_gather`, `knn_interpolate` and `radius` without building anything a call.
 
     Args:
-        references: [M, D], floating, D 2 or 3. Kept, not copied.
+        references: [M, D], floating, D 2 or 3. Kept, not copied; so is the memory that they lie in, until a rebuild.
         reference_ptr: [B + 1], int32 or int64, same device: segments of a ragged batch, as in `prequal.knn`. Every
             query then takes a `query_ptr`.
 
@@ -36,8 +36,8 @@ class KnnIndex:
     A write to the references (or to reference_ptr) after the build, an optimiser's step for example, makes the index
     stale: the next query raises `StaleIndexError`, which names what moved, and `rebuild()` is the remedy. What is
     noticed is what moves torch's version counter, and another memory, shape or dtype behind the same tensor. What is
-    not: a write through `.data`, by another library, or to an inference tensor (one made under
-    `torch.inference_mode`), whose writes nobody counts; call `rebuild()` after those. Looking at the counter is
+    not: a write through `.data`, by another library, to a storage that was resized, or to an inference tensor (one made
+    under `torch.inference_mode`), whose writes nobody counts; call `rebuild()` after those. Looking at the counter is
     Python's work: inside `torch.compile` it breaks the graph; there pass `index=index.structure` to the plain ops and
     mind staleness yourself.
 
@@ -66,7 +66,10 @@ class KnnIndex:
                     "references: expected a tensor of no torch.func transform, got one; prequal.knn takes those"
                 )
             references = references.detach()
-        self.structure = prequal.knn_index(references, reference_ptr=self.reference_ptr)
+        with torch.inference_mode(False):  # an inference tensor could not be saved for a backward pass later
+            self.structure = prequal.knn_index(references, reference_ptr=self.reference_ptr)
+        # What `.data =` takes away is not freed while a key names its address: else other points may come to lie there.
+        self._memory = [tensor.detach() for tensor in (self.references, self.reference_ptr) if tensor is not None]
         for tensor in (self.references, self.reference_ptr):
             if tensor is not None and not tensor.is_inference():
                 watch(tensor)

@@ -280,6 +280,38 @@ def test_the_parts_of_a_scene_are_placed_and_a_mirrored_one_stays_right_side_out
     assert trimesh.Trimesh(mesh.vertices, mesh.faces, process=False).volume == pytest.approx(2)
 
 
+def test_a_byte_order_mark_costs_an_obj_file_no_vertex(tmp_path: Path) -> None:
+    path = tmp_path / "marked.obj"
+    path.write_bytes(b"\xef\xbb\xbfv 1 2 3\nv 4 5 6\nv 7 8 10\nf 1 2 3\n")
+    mesh = _mesh.load_mesh(str(path))
+    np.testing.assert_array_equal(mesh.vertices, [[1, 2, 3], [4, 5, 6], [7, 8, 10]])
+    np.testing.assert_array_equal(mesh.faces, [[0, 1, 2]])
+
+
+@pytest.mark.parametrize("lines", [1, 3, 4, 5])
+def test_a_text_ply_file_that_was_cut_off_is_refused(lines: int, untouched: Path, tmp_path: Path, capsys: Any) -> None:
+    header = ["ply", "format ascii 1.0", "element vertex 4", *(f"property float {axis}" for axis in "xyz")]
+    header += ["element face 2", "property list uchar int vertex_indices", "end_header"]
+    body = ["0 0 0", "1 0 0", "0 1 0", "1 1 0", "3 0 1 2", "3 1 3 2"]
+    path = tmp_path / "cloud.ply"
+    path.write_text("\n".join([*header, *body, "", ""]))
+    mesh = _mesh.load_mesh(str(path))
+    assert (mesh.vertices.shape, mesh.faces.shape) == ((4, 3), (2, 3))
+    path.write_text("\n".join([*header, *body[:lines], ""]))
+    assert command(path, "--out", untouched / "out.ply") == 2
+    refused(capsys, "MESH", "cloud.ply", f"6 elements, got {lines}")
+
+
+def test_a_name_that_the_output_cannot_spell_is_told_all_the_same(tmp_path: Path, monkeypatch: Any) -> None:
+    source = tmp_path / "n\u00e9.npy"
+    np.save(source, np.random.default_rng(0).random((9, 3)))
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", errors="strict"))
+    assert command(source, "--out", tmp_path / "out.ply") == 0
+    sys.stdout.flush()
+    assert b"n\\xe9.npy: 9 vertices" in written.getvalue()
+
+
 def test_an_obj_file_keeps_its_vertices_whatever_its_texture_groups_and_encoding(tmp_path: Path) -> None:
     path = tmp_path / "seams.obj"
     path.write_bytes(

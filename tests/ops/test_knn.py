@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -738,6 +739,50 @@ def test_a_stale_index_says_what_moved_and_can_be_rebuilt(device, move, what):
     index.rebuild()
     got, want = index.knn(queries, 2), prequal.knn(queries, references, 2)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_the_memory_of_the_points_is_kept_until_a_rebuild():
+    """What `.data =` takes away would be handed out again, and other points at the same address pass for the old."""
+    array = np.zeros((100, 3), np.float32)
+    kept = weakref.ref(array)
+    references = torch.from_numpy(array)
+    del array
+    index = prequal.KnnIndex(references)
+    references.data = torch.ones(100, 3)
+    assert kept() is not None
+    index.rebuild()
+    assert kept() is None
+
+
+@pytest.mark.gpu
+def test_other_points_in_memory_that_was_given_away_are_noticed(cuda):
+    references, queries = cloud(cuda, 20_000, 2), cloud(cuda, 10, 1)
+    index = prequal.KnnIndex(references)
+    for _ in range(4):
+        references.data = references.detach() + 1.0
+        with pytest.raises(prequal.StaleIndexError, match=r"references: .*pointer"):
+            index.knn(queries, 2)
+
+
+def test_an_index_built_in_inference_mode_is_asked_with_gradients_outside(device):
+    references, queries = cloud(device, 100, 2), cloud(device, 10, 1).requires_grad_()
+    values = cloud(device, 100, 3).requires_grad_()
+    with torch.inference_mode():
+        index = prequal.KnnIndex(references)
+    inputs = (queries, values)
+    for got, want in (
+        (index.knn(queries, 2)[0], prequal.knn(queries, references, 2)[0]),
+        (index.radius(queries, 1.0, 2)[0], prequal.radius(queries, references, 1.0, 2)[0]),
+        (index.knn_gather(queries, values), prequal.knn_gather(queries, references, values)),
+        (index.knn_interpolate(queries, values), prequal.knn_interpolate(queries, references, values)),
+    ):
+        for a, b in zip(
+            torch.autograd.grad(got.sum(), inputs, allow_unused=True),
+            torch.autograd.grad(want.sum(), inputs, allow_unused=True),
+            strict=True,
+        ):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b)
 
 
 def test_a_write_to_the_pointers_makes_an_index_stale(device):

@@ -168,6 +168,8 @@ def _read_obj(path: Path) -> tuple[Array, Array]:
         with path.open(encoding="latin-1") as lines:
             for line in lines:
                 number += 1
+                if number == 1:
+                    line = line.removeprefix("\xef\xbb\xbf")  # UTF-8's mark, which some editors put first
                 while line.endswith("\\\n"):
                     line = line[:-2] + " " + next(lines, "")
                     number += 1
@@ -195,6 +197,8 @@ def _read_with_trimesh(path: Path) -> tuple[Array, Array]:
         raise InputError(
             "MESH", f"trimesh to read {path.suffix or 'this'} files", f"no trimesh here: {INSTALL_HINT}"
         ) from None
+    if path.suffix.lower() == ".ply":
+        _check_ply_is_whole(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about textures and materials, which are not used
@@ -210,6 +214,24 @@ def _read_with_trimesh(path: Path) -> tuple[Array, Array]:
     except Exception as error:  # third-party parsers on arbitrary bytes: any exception means "not such a file"
         reason = f"{path.name!r}, which trimesh refuses: {_one_line(error)}"
     raise InputError("MESH", "a mesh file that trimesh reads", reason)
+
+
+def _check_ply_is_whole(path: Path) -> None:
+    """Of a text file that was cut off, trimesh takes the vertices and faces that are left, without a word."""
+    with path.open("rb") as stream:
+        if stream.readline().strip() != b"ply":
+            return
+        text, elements = False, 0
+        for line in stream:
+            words = line.split()
+            if words == [b"end_header"]:
+                break
+            text |= words[:2] == [b"format", b"ascii"]
+            if len(words) == 3 and words[0] == b"element" and words[2].isdigit():
+                elements += int(words[2])
+        lines = sum(1 for line in stream if line.strip()) if text else elements
+    if lines < elements:
+        raise InputError("MESH", f"in {path.name!r} a line for each of its header's {elements} elements", str(lines))
 
 
 def _flatten(loaded: Any) -> tuple[Array, Array]:

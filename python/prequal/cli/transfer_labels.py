@@ -71,8 +71,16 @@ def run(args: argparse.Namespace) -> int:
     except (RuntimeError, OSError, MemoryError) as error:
         # A failing device or a full disk. What is left, such as a TypeError, is a bug here and shows its traceback.
         return _fail(1, f"{type(error).__name__}: {error}; nothing was written")
-    print(json.dumps(result, indent=2) if args.json else _as_text(result))
+    _tell(json.dumps(result, indent=2) if args.json else _as_text(result))
     return 0
+
+
+def _tell(text: str) -> None:
+    try:
+        print(text)
+    except UnicodeEncodeError:  # a file's name in letters that stdout has not, or in no encoding; the files are there
+        encoding = sys.stdout.encoding
+        print(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _fail(code: int, message: str) -> int:
