@@ -31,6 +31,7 @@ class _Sorted:
     longest: int  # the greatest number of edges of a target
     t_longest: int  # and of a source
     _built: dict[str, Any]
+    _memory: list[Tensor]
 
     def _edges(self) -> dict[str, tuple[Tensor, int]]:
         """By the names of the arguments: [2, E] each, and how many sources it counts through."""
@@ -78,6 +79,8 @@ class _Sorted:
         self.row_ptr, self.column, self.edge = by_target
         self.t_row_ptr, self.t_column, self.t_edge = by_source
         self.longest, self.t_longest = told[0], told[1]
+        # What `.data =` takes away is not freed while a key names its address: else other edges may come to lie there.
+        self._memory = [found.detach() for found, _ in all_edges.values()]
         for found, _ in all_edges.values():
             if not found.is_inference():
                 watch(found)
@@ -106,7 +109,8 @@ class GraphPlan(_Sorted):
     """The edges of a graph by target, as a CSR, and by source, as its transpose.
 
     Args:
-        edge_index: [2, E], int32 or int64: sources, then targets, as in torch_geometric. Kept, not copied.
+        edge_index: [2, E], int32 or int64: sources, then targets, as in torch_geometric. Kept, not copied; so is the
+            memory that it lies in, until a rebuild.
         num_nodes: N, at most 2^62: nodes, or targets where sources are others.
         num_sources: M, of a bipartite graph: how many nodes messages come from. None: they are the N nodes.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -240,6 +241,19 @@ def test_a_write_to_the_edges_makes_a_plan_stale_until_it_is_rebuilt(device):
         prequal.message_passing(x, plan)
     plan.rebuild()
     torch.testing.assert_close(prequal.message_passing(x, plan)[3], x[edge_index[0]].sum(0), rtol=1e-5, atol=1e-4)
+
+
+def test_the_memory_of_the_edges_is_kept_until_a_rebuild():
+    """What `.data =` takes away would be handed out again, and other edges at the same address pass for the old."""
+    array = np.zeros((2, 40), np.int64)
+    kept = weakref.ref(array)
+    edge_index = torch.from_numpy(array)
+    del array
+    plan = GraphPlan(edge_index, 9)
+    edge_index.data = torch.ones(2, 40, dtype=torch.int64)
+    assert kept() is not None
+    plan.rebuild()
+    assert kept() is None
 
 
 def test_a_cached_plan_is_that_of_the_tensors_version(device):

@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -287,6 +288,19 @@ def test_an_index_notices_that_its_corpus_was_written(device):
         index.topk(rows[:2], 3)
     index.rebuild()
     assert torch.equal(index.topk(rows, 1)[1], prequal.cosine_topk(rows, rows, 1)[1])
+
+
+def test_the_memory_of_the_corpus_is_kept_until_a_rebuild():
+    """What `.data =` takes away would be handed out again, and another corpus at the same address pass for the old."""
+    array = np.ones((20, 4), np.float32)
+    kept = weakref.ref(array)
+    corpus = torch.from_numpy(array)
+    del array
+    index = prequal.CorpusIndex(corpus)
+    corpus.data = torch.zeros(20, 4)
+    assert kept() is not None
+    index.rebuild()
+    assert kept() is None
 
 
 def test_an_index_of_what_is_no_corpus(device):

@@ -43,7 +43,8 @@ HOOKS = tuple(
 _made: dict[type, type] = {}
 _told: set[tuple[str, str]] = set()
 _most_kept = 8
-_norms: OrderedDict[tuple[Any, ...], tuple[Tensor, Any, tuple[Tensor, Tensor]]] = OrderedDict()
+# the edges, their key, what was made of them, and their memory, whose address the key names
+_norms: OrderedDict[tuple[Any, ...], tuple[Tensor, Any, tuple[Tensor, Tensor], Tensor]] = OrderedDict()
 _given: contextvars.ContextVar[tuple[Tensor, Tensor] | None] = contextvars.ContextVar("_given", default=None)
 
 
@@ -176,7 +177,7 @@ def _normalised(cls: Any, module: Any, edge_index: Tensor, x: Tensor) -> tuple[T
     if found is None or found[0] is not edge_index or found[1] != now:
         gcn_norm = sys.modules[cls.__module__].gcn_norm  # type: ignore[attr-defined]
         with torch.inference_mode(False):
-            found = _norms[place] = (edge_index, now, gcn_norm(edge_index, None, *how))
+            found = _norms[place] = (edge_index, now, gcn_norm(edge_index, None, *how), edge_index.detach())
         watch(edge_index)
     _norms.move_to_end(place)
     while len(_norms) > _most_kept:

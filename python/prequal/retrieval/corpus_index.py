@@ -22,7 +22,8 @@ class CorpusIndex:
     """A corpus and what `cosine_topk` computes of it alone, kept between calls.
 
     Args:
-        corpus: [C, D], float16, bfloat16, float32 or float64. Kept, not copied.
+        corpus: [C, D], float16, bfloat16, float32 or float64. Kept, not copied; so is the memory
+            that it lies in, until a rebuild.
         metric: "cosine", "dot" or "l2", as in `prequal.cosine_topk`.
 
     Every answer is that of `prequal.cosine_topk` with these norms. Gradients are taken as it takes them, and flow to
@@ -57,6 +58,7 @@ class CorpusIndex:
             raise TypeError("corpus: expected a tensor of no torch.func transform, got one")
         self.norms = norms_of(corpus.detach())
         self._terms = terms_of(self.norms, self.metric)
+        self._memory = corpus.detach()  # as KnnIndex: what a key names the address of is not freed
         if not corpus.is_inference():
             watch(corpus)
         self._built = _key_of(corpus)
