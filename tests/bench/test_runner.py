@@ -10,7 +10,7 @@ import prequal
 from prequal.bench import cases as lists
 from prequal.bench.cases import Case, Other, Peer, contract_of
 from prequal.bench.evidence import problems
-from prequal.bench.runner import ROUNDS, Options, bound_call, floor_us, measure, rotated, run
+from prequal.bench.runner import ROUNDS, Options, _short, bound_call, floor_us, measure, rotated, run
 from prequal.errors import UnknownOpError
 from prequal.registry import OPS
 
@@ -318,6 +318,19 @@ def test_the_other_ways_of_a_shape_list_hold_their_standard_on_its_sample(name):
     for other in case.others:
         got = op.outcome(lambda every: bound_call(op, other.function, every, case.named)(), args)  # noqa: B023
         assert other.compare(got, want, args) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("/opt/env/lib/include/dialect.h(40): error", "dialect.h(40): error"),
+        ("no '/home/me/lib.so', as /lib/a.so", "no 'lib.so', as a.so"),
+        ("see https://pytorch.org/docs/x.html, a/b or 1 / 2", "see https://pytorch.org/docs/x.html, a/b or 1 / 2"),
+        ("", ""),
+    ],
+)
+def test_what_failed_names_files_without_the_folders_of_a_machine(said, told):
+    assert _short(RuntimeError(said)) == f"RuntimeError: {told}"
 
 
 # ---- the GPU ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -303,6 +304,7 @@ def run(
 
 
 def _short(error: BaseException) -> str:
+    """Its first line; of files the name, since evidence is read elsewhere."""
     lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0] if lines else ''}"
+    text = re.sub(r"(?<![\w.:/])/(?:[^\s/:'\"]+/)+", "", f"{type(error).__name__}: {lines[0] if lines else ''}")
     return text if len(text) <= 200 else text[:197] + "..."
