@@ -1,7 +1,7 @@
 """pairwise_distance beside torch.cdist in both its modes: device time, the error on offset data, and memory.
 
-Device time is that of CUDA events around one call, the L2 flushed before; candidates take turns in an order drawn anew
-for every round. The error is the largest distance from float64, of the first rows, of sets with an offset of both.
+Device time is that of CUDA events around one call, the L2 flushed before; candidates take turns. The error is the
+largest distance from float64, of the first rows, of sets with an offset of both.
 
 usage: python benchmarks/pairwise.py [--quick] [--offset 100] [--runs 30] [--json FILE]
 """
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import statistics
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,9 +19,10 @@ import torch
 from torch import Tensor
 
 import prequal
+from prequal.bench.device import Cuda
+from prequal.bench.program import in_turns
 
-FLUSH_BYTES = 256 * 2**20
-WARM_UPS = 5
+ROUNDS = 5
 ROWS = 256  # that are compared with float64
 DIRECT, BY_PRODUCTS = "donot_use_mm_for_euclid_dist", "use_mm_for_euclid_dist"
 # rows of a, rows of b, coordinates
@@ -34,28 +34,7 @@ SHAPES = (
 QUICK = ((4096, 4096, 3), (4096, 4096, 64), (4096, 4096, 256))
 
 
-def measure(call: Callable[[], Any], flush: Tensor) -> float:
-    """One call, in microseconds."""
-    flush.zero_()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return 1000 * begin.elapsed_time(end)
-
-
-def memory(call: Callable[[], Any]) -> int:
-    """The peak beyond what is there before, in bytes, outputs included."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def compare(shape: tuple[int, int, int], offset: float, runs: int, flush: Tensor) -> dict[str, Any]:
+def compare(shape: tuple[int, int, int], offset: float, runs: int, device: Cuda) -> dict[str, Any]:
     n, m, width = shape
     generator = torch.Generator("cuda").manual_seed(n + m + width)
     a, b = (torch.randn(rows, width, device="cuda", generator=generator) + offset for rows in (n, m))
@@ -69,16 +48,9 @@ def compare(shape: tuple[int, int, int], offset: float, runs: int, flush: Tensor
     found: dict[str, Any] = {"a": n, "b": m, "width": width, "offset": offset}
     for name, call in candidates.items():
         error = (call()[:ROWS].double() - exact).abs().amax().item()
-        found[name] = {"bytes": memory(call), "largest_error": error, "us": []}
-    for round_ in range(WARM_UPS + runs):
-        order = list(candidates)
-        random.Random(round_).shuffle(order)
-        for name in order:
-            taken = measure(candidates[name], flush)
-            if round_ >= WARM_UPS:
-                found[name]["us"].append(taken)
-    for name in candidates:
-        found[name]["us"] = round(statistics.median(found[name]["us"]), 1)
+        found[name] = {"largest_error": error}
+    for name, row in in_turns(device, candidates, ROUNDS, math.ceil(runs / ROUNDS), walls=False).items():
+        found[name] |= {"bytes": row["peak_bytes"], "us": row["device_us"]["median"]}
     return found
 
 
@@ -89,10 +61,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--json")
     given = parser.parse_args()
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    device = Cuda()
     lines = []
     for shape in QUICK if given.quick else SHAPES:
-        line = compare(shape, given.offset, given.runs, flush)
+        line = compare(shape, given.offset, given.runs, device)
         lines.append(line)
         print(json.dumps(line), flush=True)
     if given.json:

@@ -1,8 +1,7 @@
 """cosine_topk and CorpusIndex beside torch's matrix product and topk: device time, and memory beyond inputs.
 
-Device time is that of CUDA events around one call, the L2 flushed before; candidates take turns in an order drawn anew
-for every round. Scores of torch are in the dtype of the vectors, ours in float32. Where they do not fit the memory, it
-says so.
+Device time is that of CUDA events around one call, the L2 flushed before; candidates take turns. Scores of torch are in
+the dtype of the vectors, ours in float32. Where they do not fit the memory, it says so.
 
 usage: python benchmarks/retrieval.py [--quick] [--dtype bfloat16] [--metric cosine] [--runs 30] [--json FILE]
 """
@@ -12,8 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import random
-import statistics
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import prequal
+from prequal.bench.device import Cuda
+from prequal.bench.program import in_turns
 
 Search = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-FLUSH_BYTES = 256 * 2**20
-WARM_UPS = 5
+ROUNDS = 5
 QUERIES, CORPUS, WIDTHS, RESULTS = (1, 16, 256, 1024), (1000, 32_000, 500_000, 1_000_000), (64, 256, 1024), (1, 10, 128)
 QUICK = ((1, 1_000_000, 256, 10), (1024, 1000, 64, 1), (1024, 1_000_000, 256, 10), (16, 500_000, 1024, 128))
 
@@ -52,29 +51,8 @@ def recall(idx: Tensor, want: Tensor) -> float:
     return (idx.unsqueeze(2) == want.unsqueeze(1)).any(2).float().mean().item()
 
 
-def measure(search: Callable[[], Any], flush: Tensor) -> float:
-    """One call, in microseconds."""
-    flush.zero_()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    search()
-    end.record()
-    end.synchronize()
-    return 1000 * begin.elapsed_time(end)
-
-
-def memory(search: Callable[[], Any]) -> int:
-    """The peak beyond what is there before, in bytes, outputs included."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    search()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def compare(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, metric: str, runs: int, flush: Tensor
+    shape: tuple[int, int, int, int], dtype: torch.dtype, metric: str, runs: int, device: Cuda
 ) -> dict[str, Any]:
     queries, rows, width, k = shape
     generator = torch.Generator("cuda").manual_seed(rows + width)
@@ -91,19 +69,12 @@ def compare(
     found: dict[str, Any] = {"queries": queries, "corpus": rows, "width": width, "k": k}
     for name, search in list(candidates.items()):
         try:
-            found[name] = {"bytes": memory(search), "recall": recall(search()[1], exact), "us": []}
+            found[name] = {"recall": recall(search()[1], exact)}
         except torch.OutOfMemoryError:
             found[name] = "out of memory"
             del candidates[name]
-    for round_ in range(WARM_UPS + runs):
-        order = list(candidates)
-        random.Random(round_).shuffle(order)
-        for name in order:
-            taken = measure(candidates[name], flush)
-            if round_ >= WARM_UPS:
-                found[name]["us"].append(taken)
-    for name in candidates:
-        found[name]["us"] = round(statistics.median(found[name]["us"]), 1)
+    for name, row in in_turns(device, candidates, ROUNDS, math.ceil(runs / ROUNDS), walls=False).items():
+        found[name] |= {"bytes": row["peak_bytes"], "us": row["device_us"]["median"]}
     return found
 
 
@@ -115,11 +86,11 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--json")
     given = parser.parse_args()
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    device = Cuda()
     shapes = QUICK if given.quick else itertools.product(QUERIES, CORPUS, WIDTHS, RESULTS)
     lines = []
     for shape in shapes:
-        line = compare(shape, getattr(torch, given.dtype), given.metric, given.runs, flush)
+        line = compare(shape, getattr(torch, given.dtype), given.metric, given.runs, device)
         lines.append(line)
         print(json.dumps(line), flush=True)
     if given.json:

@@ -33,8 +33,7 @@ import torch
 from torch import Tensor
 
 import prequal
-from prequal.bench.device import Cuda, Host
-from prequal.bench.stats import Spread
+from prequal.bench.program import add_device, device_named, fill_numbers, in_turns, who_answers
 
 STDLIB = "stdlib"
 QUICK = ("asyncio", "email", "http", "importlib", "json", "logging", "unittest", "urllib", "xml")
@@ -209,27 +208,6 @@ def what_is_wrong(graph: Graph, variant: str) -> list[str]:
 # ---- times, and telling ----------------------------------------------------------------------------------------------
 
 
-def timed(device: Any, calls: Mapping[str, Callable[[], Any]], rounds: int, runs: int) -> dict[str, dict[str, Any]]:
-    """Every round gives each variant its turn, and starts with another one than the last."""
-    names = list(calls)
-    for call in calls.values():
-        call()
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            found[name] += device.device_us(calls[name], runs)
-    return {name: Spread.of(times).json() for name, times in found.items()}
-
-
-def path_of(call: Callable[[], Any]) -> str:
-    """Who answers message_passing_csr: `fast`, or the reasons why not."""
-    prequal.reset_stats()
-    call()
-    rows = prequal.stats()["message_passing_csr"].values()
-    return "; ".join(sorted({reason for row in rows for reason in row["reference"]})) or "fast"
-
-
 def group_of(module: str) -> str:
     """The package that a module is drawn with: of nested ones the first two names."""
     parts = module.split(".")
@@ -282,7 +260,7 @@ def plot(path: pathlib.Path, result: Mapping[str, Any]) -> None:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cuda:1 or cpu")
+    add_device(parser)
     parser.add_argument("--packages", default=None, help=f"installed ones, or {STDLIB}; default: {STDLIB},torch")
     parser.add_argument("--quick", action="store_true", help="a few packages of the standard library, few runs")
     parser.add_argument("--rounds", type=int, default=None, help="5; 1 with --quick")
@@ -295,24 +273,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     for name in args.packages:
         if name != STDLIB and ("." in name or importlib.util.find_spec(name) is None):
             parser.error(f"--packages: expected installed packages, got {name!r}")
-    for name, full, quick in (("rounds", 5, 1), ("runs", 20, 2)):
-        if getattr(args, name) is None:
-            setattr(args, name, quick if args.quick else full)
-        if getattr(args, name) < 1:
-            parser.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
-    if args.device.partition(":")[0] not in ("cpu", "cuda"):
-        parser.error(f"--device: expected cuda or cpu, got {args.device!r}")
-    if args.device != "cpu" and not torch.cuda.is_available():
-        parser.error(f"--device: expected a device of this machine, got {args.device!r}; there is no CUDA here")
+    fill_numbers(parser, args, {"rounds": (5, 1), "runs": (20, 2)})
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
-    device: Any = Cuda() if args.device == "cuda" else Host()
-    if args.device.startswith("cuda:"):
-        torch.cuda.set_device(torch.device(args.device))
-        device = Cuda()
+    device = device_named(args.device)
     progress(f"reading {', '.join(args.packages)}")
     modules, edges = import_graph(args.packages)
     if not edges:
@@ -331,12 +298,13 @@ def main(argv: list[str] | None = None) -> int:
     times: dict[str, Any] = {}
     if right:
         progress("timing")
-        times["rank, 50 rounds"] = timed(
-            device, {name: lambda name=name: graph.rank(passes[name][0]) for name in right}, args.rounds, args.runs
-        )
-        times[f"one smoothing, {WIDTH} wide"] = timed(
-            device, {name: lambda name=name: passes[name][1](x) for name in right}, args.rounds, args.runs
-        )
+        works = {
+            "rank, 50 rounds": {name: lambda name=name: graph.rank(passes[name][0]) for name in right},
+            f"one smoothing, {WIDTH} wide": {name: lambda name=name: passes[name][1](x) for name in right},
+        }
+        for what, calls in works.items():
+            rows = in_turns(device, calls, args.rounds, args.runs, walls=False)
+            times[what] = {name: row["device_us"] for name, row in rows.items()}
     for what, rows in times.items():
         print(f"\n{what:<34}{'device ms':>10}{'quartiles':>18}")
         for name, row in rows.items():
@@ -362,7 +330,12 @@ def main(argv: list[str] | None = None) -> int:
         print("\nmost leaned on")
         for i in order[:10]:
             print(f"  {modules[i]:<32}{100 * rank[i]:>10.2f} %")
-        result |= {"path": path_of(lambda: smooth(x)), "modules": modules, "edges": edges, "rank": rank}
+        result |= {
+            "path": who_answers(lambda: smooth(x))["message_passing_csr"],
+            "modules": modules,
+            "edges": edges,
+            "rank": rank,
+        }
         result["top"] = [(modules[i], rank[i]) for i in order[:50]]
         nodes, inner = largest_component(len(modules), edges)
         part = Graph(len(nodes), inner, torch.device(args.device))

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 import prequal
 from prequal.bench.ablate import NotMeasurable, ablate
-from prequal.bench.device import Cuda, Host
-from prequal.bench.stats import Spread
+from prequal.bench.program import add_device, device_named, in_turns, who_answers
 
 try:
     import transformers
@@ -252,42 +251,6 @@ def compared(bench: Bench, blocks: dict[str, nn.Module]) -> dict[str, dict[str, 
 # ---- then times ------------------------------------------------------------------------------------------------------
 
 
-def timed(device: Any, calls: Mapping[str, Callable[[], Any]], rounds: int, runs: int) -> dict[str, dict[str, Any]]:
-    """Every round gives each variant its turn, and starts with another one than the last."""
-    names = list(calls)
-    for call in calls.values():
-        for _ in range(3):
-            call()
-    device_us: dict[str, list[float]] = {name: [] for name in names}
-    wall_us: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            device.device_us(calls[name], 2)
-            device_us[name] += device.device_us(calls[name], runs)
-            wall_us[name] += device.wall_us(calls[name], runs)
-        progress(f"round {number + 1} of {rounds}")
-    return {
-        name: {
-            "device_us": Spread.of(device_us[name]).json(),
-            "wall_us": Spread.of(wall_us[name]).json(),
-            "peak_bytes": device.peak_bytes(calls[name]),
-        }
-        for name in names
-    }
-
-
-def path_of_ops(call: Callable[[], Any]) -> dict[str, str]:
-    """Who answers each op in one call: `fast`, or the reasons why not."""
-    prequal.reset_stats()
-    call()
-    found = {}
-    for op, devices in prequal.stats().items():
-        reasons = sorted({reason for row in devices.values() for reason in row["reference"]})
-        found[op] = "; ".join(reasons) or "fast"
-    return found
-
-
 def should_be_gone(paths: Mapping[str, str], ops: Iterable[str] | None) -> list[str]:
     """What no reference of an op may do any more. Where a reference answers, as on a CPU, nothing is claimed."""
     asked = set(ops or prequal.integrations.patching.OPS)
@@ -377,7 +340,7 @@ def plot(path: pathlib.Path, result: Mapping[str, Any]) -> None:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cuda:1 or cpu")
+    add_device(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=4096)
@@ -405,20 +368,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if args.hidden % 8 or (args.hidden > 512 and args.hidden % 512):
         parser.error(f"--hidden: expected a multiple of 8, and of 512 where it is larger, got {args.hidden}")
     args.ops = [name.strip() for name in args.ops.split(",")] if args.ops else None
-    if args.device.partition(":")[0] not in ("cpu", "cuda"):
-        parser.error(f"--device: expected cuda or cpu, got {args.device!r}")
-    if args.device != "cpu" and not torch.cuda.is_available():
-        parser.error(f"--device: expected a device of this machine, got {args.device!r}; there is no CUDA here")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
-    on_gpu = args.device != "cpu"
-    if on_gpu:
-        chosen = torch.device(args.device)
-        torch.cuda.set_device(torch.cuda.current_device() if chosen.index is None else chosen)
-    device: Any = Cuda() if on_gpu else Host()
+    device = device_named(args.device)
     what = f"{args.batch} × {args.tokens} tokens, hidden {args.hidden}, {args.dtype}, {device.name}"
     progress(f"building the block: {what}")
     bench = Bench(args)
@@ -467,13 +422,15 @@ def main(argv: list[str] | None = None) -> int:
             calls = {name: make(block) for name, block in right.items()}
             if kind == "forward":
                 calls["floor"] = bench.floor()
-            result[kind] = timed(device, calls, args.rounds, args.runs)
+            result[kind] = in_turns(
+                device, calls, args.rounds, args.runs, done=lambda number: progress(f"round {number} of {args.rounds}")
+            )
             print(f"\n{table('training step' if kind == 'step' else kind, result[kind])}")
 
     failed = [name for name, row in answers.items() if row["wrong"]]
     if "patched" in right:
         call = bench.forward(right["patched"])
-        result["paths"] = path_of_ops(call)
+        result["paths"] = who_answers(call)
         print("\nwho answers: " + ", ".join(f"{op} {path}" for op, path in sorted(result["paths"].items())))
         gone = should_be_gone(result["paths"], args.ops)
         progress("looking at what the patch replaced")

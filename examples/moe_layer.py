@@ -33,8 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import prequal
-from prequal.bench.device import Cuda, Host
-from prequal.bench.stats import Spread
+from prequal.bench.program import add_device, device_named, fill_numbers, in_turns, who_answers
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 VARIANTS = {"plain": "plain torch, by expert", "grouped": "torch, grouped products", "prequal": "prequal"}
@@ -216,26 +215,6 @@ def compared(layer: Layer, x: Tensor, above: Tensor, variants: list[str]) -> dic
 # ---- then times ------------------------------------------------------------------------------------------------------
 
 
-def timed(device: Any, calls: Mapping[str, Callable[[], Any]], rounds: int, runs: int) -> dict[str, dict[str, Any]]:
-    """Every round gives each variant its turn, and starts with another one than the last."""
-    names = list(calls)
-    for call in calls.values():
-        for _ in range(3):
-            call()
-    found: dict[str, dict[str, list[float]]] = {name: {"device_us": [], "wall_us": []} for name in names}
-    for number in range(rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            device.device_us(calls[name], 2)
-            found[name]["device_us"] += device.device_us(calls[name], runs)
-            found[name]["wall_us"] += device.wall_us(calls[name], runs)
-    return {
-        name: {key: Spread.of(times).json() for key, times in row.items()}
-        | {"peak_bytes": device.peak_bytes(calls[name])}
-        for name, row in found.items()
-    }
-
-
 def calls_of(layer: Layer, x: Tensor, above: Tensor, kind: str, variants: list[str]) -> dict[str, Callable[[], Any]]:
     asking = x.detach().clone().requires_grad_()
 
@@ -252,17 +231,6 @@ def calls_of(layer: Layer, x: Tensor, above: Tensor, kind: str, variants: list[s
 
     make = forward if kind == "forward" else step
     return {name: make(getattr(layer, name)) for name in variants}
-
-
-def path_of_ops(call: Callable[[], Any]) -> dict[str, str]:
-    """Who answers each op in one call: `fast`, or the reasons why not."""
-    prequal.reset_stats()
-    call()
-    found = {}
-    for op, devices in prequal.stats().items():
-        reasons = sorted({reason for row in devices.values() for reason in row["reference"]})
-        found[op] = "; ".join(reasons) or "fast"
-    return found
 
 
 # ---- telling ---------------------------------------------------------------------------------------------------------
@@ -301,10 +269,10 @@ def one_layer(shape: Shape, args: argparse.Namespace, device: Any) -> dict[str, 
         if not right:
             break
         progress(f"timing {shape.name}: {kind}")
-        result[kind] = timed(device, calls_of(layer, x, above, kind, right), args.rounds, args.runs)
+        result[kind] = in_turns(device, calls_of(layer, x, above, kind, right), args.rounds, args.runs)
         print(f"\n{table(kind, result[kind])}")
     if "prequal" in right:
-        result["paths"] = path_of_ops(calls_of(layer, x, above, "forward", ["prequal"])["prequal"])
+        result["paths"] = who_answers(calls_of(layer, x, above, "forward", ["prequal"])["prequal"])
         print("\nwho answers: " + ", ".join(f"{op} {path}" for op, path in sorted(result["paths"].items())))
     return result
 
@@ -314,7 +282,7 @@ def one_layer(shape: Shape, args: argparse.Namespace, device: Any) -> dict[str, 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cuda:1 or cpu")
+    add_device(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--tokens", type=int, default=None, help="4,096; 64 with --quick")
     parser.add_argument("--shapes", default="mixtral,deepseek", help="out of mixtral, deepseek")
@@ -330,24 +298,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
             if name not in known:
                 parser.error(f"--{option}: expected names out of {', '.join(known)}, got {name!r}")
         setattr(args, option, names)
-    for name, full, quick in (("tokens", 4096, 64), ("rounds", 5, 2), ("runs", 20, 2)):
-        if getattr(args, name) is None:
-            setattr(args, name, quick if args.quick else full)
-        if getattr(args, name) < 1:
-            parser.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
-    if args.device.partition(":")[0] not in ("cpu", "cuda"):
-        parser.error(f"--device: expected cuda or cpu, got {args.device!r}")
-    if args.device != "cpu" and not torch.cuda.is_available():
-        parser.error(f"--device: expected a device of this machine, got {args.device!r}; there is no CUDA here")
+    fill_numbers(parser, args, {"tokens": (4096, 64), "rounds": (5, 2), "runs": (20, 2)})
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
-    if args.device != "cpu":
-        chosen = torch.device(args.device)
-        torch.cuda.set_device(torch.cuda.current_device() if chosen.index is None else chosen)
-    device: Any = Cuda() if args.device != "cpu" else Host()
+    device = device_named(args.device)
     result: dict[str, Any] = {
         "schema": 1,
         "title": f"MoE layers, {args.tokens} tokens, {args.dtype}{', tiny' if args.quick else ''}",

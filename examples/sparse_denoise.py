@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 import prequal
 from prequal.bench.ablate import ablate, rounds_needed
-from prequal.bench.device import Cuda, Host
+from prequal.bench.program import add_device, device_named, who_answers
 from prequal.bench.replacement import observe
 
 COUNTS = (3_664, 3_907, 5_413, 7_411, 9_791, 13_411, 16_903, 20_507, 24_007, 30_227)
@@ -527,17 +527,6 @@ def graphs_compiled() -> int:
     return int(torch._dynamo.utils.counters["stats"].get("unique_graphs", 0))
 
 
-def who_answers(call: Callable[[], Any]) -> dict[str, str]:
-    """Of each op in one call: `fast`, or the reasons why not."""
-    prequal.reset_stats()
-    call()
-    found = {}
-    for op, devices in prequal.stats().items():
-        reasons = sorted({reason for row in devices.values() for reason in row["reference"]})
-        found[op] = "; ".join(reasons) or "fast"
-    return found
-
-
 def left_out(bench: Bench, path: str, tokens: int) -> Any:
     try:
         return ablate(
@@ -611,7 +600,7 @@ def plot(path: pathlib.Path, result: Mapping[str, Any]) -> None:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cuda:1 or cpu")
+    add_device(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--quick", action="store_true", help="a tiny model, two assets, two steps")
     parser.add_argument("--counts", default=None, help="token counts, with commas; default: the ten")
@@ -655,19 +644,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     for name in ("steps", "rounds", "ablate_rounds"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(args, name)}")
-    if args.device.partition(":")[0] not in ("cpu", "cuda"):
-        parser.error(f"--device: expected cuda or cpu, got {args.device!r}")
-    if args.device != "cpu" and not torch.cuda.is_available():
-        parser.error(f"--device: expected a device of this machine, got {args.device!r}; there is no CUDA here")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
-    if args.device != "cpu":
-        chosen = torch.device(args.device)
-        torch.cuda.set_device(torch.cuda.current_device() if chosen.index is None else chosen)
-    device: Any = Cuda() if args.device != "cpu" else Host()
+    device = device_named(args.device)
     size = args.size
     what = f"{size.blocks} blocks of {size.width}, {args.steps} steps, {args.dtype}, {device.name}"
     progress(f"building the model: {what}")

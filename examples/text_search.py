@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 import prequal
-from prequal.bench.device import Cuda, Host
-from prequal.bench.stats import Spread
+from prequal.bench.program import add_device, device_named, fill_numbers, in_turns, who_answers
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 QUESTIONS = (
@@ -177,34 +176,6 @@ def judged(found: tuple[Tensor, Tensor], exact: Tensor, width: int) -> dict[str,
 # ---- then times ------------------------------------------------------------------------------------------------------
 
 
-def timed(device: Any, calls: Mapping[str, Callable[[], Any]], rounds: int, runs: int) -> dict[str, dict[str, Any]]:
-    """Every round gives each variant its turn, and starts with another one than the last."""
-    names = list(calls)
-    for call in calls.values():
-        for _ in range(3):
-            call()
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            found[name] += device.device_us(calls[name], runs)
-    return {
-        name: {"device_us": Spread.of(times).json(), "peak_bytes": device.peak_bytes(calls[name])}
-        for name, times in found.items()
-    }
-
-
-def path_of_ops(call: Callable[[], Any]) -> dict[str, str]:
-    """Who answers each op in one call: `fast`, or the reasons why not."""
-    prequal.reset_stats()
-    call()
-    found = {}
-    for op, devices in prequal.stats().items():
-        reasons = sorted({reason for row in devices.values() for reason in row["reference"]})
-        found[op] = "; ".join(reasons) or "fast"
-    return found
-
-
 # ---- telling ---------------------------------------------------------------------------------------------------------
 
 
@@ -254,7 +225,7 @@ def plot(path: pathlib.Path, result: Mapping[str, Any]) -> None:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cuda:1 or cpu")
+    add_device(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--width", type=int, default=None, help="numbers a text: 1,024; 128 with --quick")
     parser.add_argument("--k", type=int, default=10)
@@ -267,26 +238,15 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=pathlib.Path, help="write all figures here")
     parser.add_argument("--plot", type=pathlib.Path, help="write a PNG of what was found, and of times, here")
     args = parser.parse_args(argv)
-    for name, full, quick in (("width", 1024, 128), ("queries", 1024, 64), ("rounds", 5, 2), ("runs", 20, 2)):
-        if getattr(args, name) is None:
-            setattr(args, name, quick if args.quick else full)
-        if getattr(args, name) < 1:
-            parser.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
+    fill_numbers(parser, args, {"width": (1024, 128), "queries": (1024, 64), "rounds": (5, 2), "runs": (20, 2)})
     if not 1 <= args.k <= 128:
         parser.error(f"--k: expected 1 to 128, got {args.k}")
-    if args.device.partition(":")[0] not in ("cpu", "cuda"):
-        parser.error(f"--device: expected cuda or cpu, got {args.device!r}")
-    if args.device != "cpu" and not torch.cuda.is_available():
-        parser.error(f"--device: expected a device of this machine, got {args.device!r}; there is no CUDA here")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
-    if args.device != "cpu":
-        chosen = torch.device(args.device)
-        torch.cuda.set_device(torch.cuda.current_device() if chosen.index is None else chosen)
-    device: Any = Cuda() if args.device != "cpu" else Host()
+    device = device_named(args.device)
     where, dtype = torch.device(args.device), DTYPES[args.dtype]
     progress("reading docstrings")
     names, corpus_texts = texts(args.quick)
@@ -311,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
     answers["torch"]["wrong"] = []  # scores in the dtype of the vectors: told, and not held to a bound of ours
     right = [name for name in by_name if not answers[name]["wrong"]]
     progress("timing")
-    times = timed(device, {name: lambda s=by_name[name]: s(queries) for name in right}, args.rounds, args.runs)
+    times = in_turns(device, {name: lambda s=by_name[name]: s(queries) for name in right}, args.rounds, args.runs)
 
     asked = by_name["index"](vectors.of(list(QUESTIONS)).to(where, dtype))
     answered = {
@@ -330,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
         "found_itself": found_itself,
         "answers": answers,
         "times": times,
-        "paths": path_of_ops(lambda: by_name["index"](queries)),
+        "paths": who_answers(lambda: by_name["index"](queries)),
         "answered": answered,
     }
     print(f"{title}\n")

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 import prequal
-from prequal.bench.device import Cuda, Host
+from prequal.bench.program import add_device, device_named, fill_numbers, who_answers
 from prequal.bench.stats import Spread
 
 LOG_FLOOR = math.log(torch.finfo(torch.float32).tiny)  # of a state that no candidate speaks for; librosa does alike
@@ -369,14 +369,6 @@ def timed(device: Any, name: str, call: Callable[[], Any], runs: int) -> dict[st
     return {key: Spread.of(getattr(device, key)(call, runs)).json() for key in ("device_us", "wall_us")}
 
 
-def who_answers(call: Callable[[], Any]) -> str:
-    """`fast`, or the reasons why not."""
-    prequal.reset_stats()
-    call()
-    devices = prequal.stats()["viterbi_decode"].values()
-    return "; ".join(sorted({reason for row in devices for reason in row["reference"]})) or "fast"
-
-
 # ---- telling ---------------------------------------------------------------------------------------------------------
 
 LISTENERS = {"prequal": "the path", "frames": "each frame alone", "pyin": "librosa.pyin"}
@@ -447,7 +439,7 @@ def plot(path: pathlib.Path, title: str, model: Model, voices: Voices, paths: Te
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cuda:1 or cpu")
+    add_device(parser)
     parser.add_argument("--quick", action="store_true", help="two short voices, coarse bins, few runs")
     parser.add_argument("--voices", type=int, default=None, help="16; 2 with --quick")
     parser.add_argument("--seconds", type=float, default=None, help="of the longest voice: 10; 2 with --quick")
@@ -455,24 +447,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=pathlib.Path, help="write all figures here")
     parser.add_argument("--plot", type=pathlib.Path, help="write a PNG of the first voice here")
     args = parser.parse_args(argv)
-    for name, full, quick in (("voices", 16, 2), ("seconds", 10.0, 2.0), ("runs", 20, 2)):
-        if getattr(args, name) is None:
-            setattr(args, name, quick if args.quick else full)
-        if not getattr(args, name) >= 1:
-            parser.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
-    if args.device.partition(":")[0] not in ("cpu", "cuda"):
-        parser.error(f"--device: expected cuda or cpu, got {args.device!r}")
-    if args.device != "cpu" and not torch.cuda.is_available():
-        parser.error(f"--device: expected a device of this machine, got {args.device!r}; there is no CUDA here")
+    fill_numbers(parser, args, {"voices": (16, 2), "seconds": (10.0, 2.0), "runs": (20, 2)})
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
-    if args.device != "cpu":
-        chosen = torch.device(args.device)
-        torch.cuda.set_device(torch.cuda.current_device() if chosen.index is None else chosen)
-    device: Any = Cuda() if args.device != "cpu" else Host()
+    device = device_named(args.device)
     where, grid = torch.device(args.device), COARSE if args.quick else FULL
     progress(f"making {args.voices} voices")
     voices = voices_of(grid, args.voices, args.seconds, where)
@@ -527,7 +508,7 @@ def main(argv: list[str] | None = None) -> int:
         result["times"][name] = timed(device, name, calls[name], args.runs)
     print(f"\n{time_table(result['times'])}")
     if "prequal" in right:
-        result["path"] = who_answers(model.prequal)
+        result["path"] = who_answers(model.prequal)["viterbi_decode"]
         print(f"\nwho answers: viterbi_decode {result['path']}")
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")

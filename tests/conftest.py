@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import pathlib
-from collections.abc import Iterable
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import pytest
@@ -126,6 +129,42 @@ def watching_dispatch() -> AbstractContextManager[list[object]]:
             return function(*args, **(kwargs or {}))
 
     return Watch()
+
+
+@pytest.fixture(scope="module")
+def program(request: pytest.FixtureRequest):
+    """The example that a test module names as its PROGRAM, imported."""
+    name = request.module.PROGRAM
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[name]
+
+
+@pytest.fixture
+def all_ranks(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Callable[[Sequence[int]], None]:
+    """Runs the test's own file once a rank, side by side: its number, a store, and all sizes. All must end well."""
+
+    def run(sizes: Sequence[int]) -> None:
+        told = [str(tmp_path / "store"), *map(str, sizes)]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, request.module.__file__, str(rank), *told], stderr=subprocess.PIPE, text=True
+            )
+            for rank in range(len(sizes))
+        ]
+        try:
+            ends = [(process.communicate(timeout=240)[1], process.returncode) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        assert all(code == 0 for _, code in ends), "\n".join(error for error, _ in ends)
+
+    return run
 
 
 @pytest.fixture(autouse=True)

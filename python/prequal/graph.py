@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections import OrderedDict
 from typing import Any
 
@@ -19,7 +20,7 @@ _most_kept = 8
 _kept: OrderedDict[tuple[int, int, int | None], GraphPlan] = OrderedDict()
 
 
-class _Sorted:
+class _Sorted(abc.ABC):
     """Edges by target, as a CSR, and by source, as its transpose."""
 
     row_ptr: Tensor  # [N + 1]: where the edges of each target begin
@@ -33,12 +34,12 @@ class _Sorted:
     _built: dict[str, Any]
     _memory: list[Tensor]
 
+    @abc.abstractmethod
     def _edges(self) -> dict[str, tuple[Tensor, int]]:
         """By the names of the arguments: [2, E] each, and how many sources it counts through."""
-        raise NotImplementedError
 
-    def _targets(self) -> int:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _targets(self) -> int: ...
 
     def _keys(self) -> dict[str, Any]:
         return {name: _key_of(edges) for name, (edges, _) in self._edges().items()}

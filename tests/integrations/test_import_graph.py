@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import pathlib
 import re
-import sys
 
 import pytest
 import torch
@@ -15,18 +12,8 @@ import prequal
 
 pytest.importorskip("matplotlib")
 
-PROGRAM = pathlib.Path(__file__).resolve().parents[2] / "examples" / "import_graph.py"
+PROGRAM = "import_graph"
 SMALL = ["--quick", "--device", "cpu", "--runs", "1"]
-
-
-@pytest.fixture(scope="module")
-def program():
-    spec = importlib.util.spec_from_file_location("import_graph", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["import_graph"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["import_graph"]
 
 
 @pytest.fixture

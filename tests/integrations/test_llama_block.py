@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
-import pathlib
 import re
 
 import pytest
@@ -18,16 +16,8 @@ pytest.importorskip("matplotlib")
 
 from PIL import Image
 
-PROGRAM = pathlib.Path(__file__).resolve().parents[2] / "examples" / "llama_block.py"
+PROGRAM = "llama_block"
 SMALL = ["--device", "cpu", "--tokens", "16", "--hidden", "64", "--rounds", "2", "--runs", "2"]
-
-
-@pytest.fixture(scope="module")
-def program():
-    spec = importlib.util.spec_from_file_location("llama_block", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_published_configuration_is_built(program):

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import pathlib
 import re
-import sys
 
 import pytest
 import torch
 
 import prequal
 
-PROGRAM = pathlib.Path(__file__).resolve().parents[2] / "examples" / "moe_layer.py"
+PROGRAM = "moe_layer"
 SMALL = ["--quick", "--device", "cpu", "--rounds", "1", "--runs", "1"]
-
-
-@pytest.fixture(scope="module")
-def program():
-    spec = importlib.util.spec_from_file_location("moe_layer", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["moe_layer"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["moe_layer"]
 
 
 def test_the_published_shapes_are_built(program):

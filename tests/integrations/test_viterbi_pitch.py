@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import pathlib
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -16,18 +13,8 @@ import prequal
 
 pytest.importorskip("matplotlib")
 
-PROGRAM = pathlib.Path(__file__).resolve().parents[2] / "examples" / "viterbi_pitch.py"
+PROGRAM = "viterbi_pitch"
 SMALL = ["--quick", "--device", "cpu", "--runs", "1"]
-
-
-@pytest.fixture(scope="module")
-def program():
-    spec = importlib.util.spec_from_file_location("viterbi_pitch", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["viterbi_pitch"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["viterbi_pitch"]
 
 
 @pytest.fixture

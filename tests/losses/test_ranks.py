@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 
 import pytest
@@ -67,18 +66,8 @@ def as_rank(rank: int, file: str, sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[12, 12], [9, 1, 17]], ids=str)
-def test_a_vocabulary_spread_over_ranks_gives_the_answer_of_one(sizes, tmp_path):
-    told = [str(tmp_path / "store"), *map(str, sizes)]
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, str(rank), *told], stderr=subprocess.PIPE, text=True)
-        for rank in range(len(sizes))
-    ]
-    try:
-        ends = [(process.communicate(timeout=240)[1], process.returncode) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert all(code == 0 for _, code in ends), "\n".join(error for error, _ in ends)
+def test_a_vocabulary_spread_over_ranks_gives_the_answer_of_one(sizes, all_ranks):
+    all_ranks(sizes)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
-import pathlib
 import re
-import sys
 
 import pytest
 import torch
@@ -19,18 +16,8 @@ pytest.importorskip("matplotlib")
 
 from PIL import Image
 
-PROGRAM = pathlib.Path(__file__).resolve().parents[2] / "examples" / "sparse_denoise.py"
+PROGRAM = "sparse_denoise"
 SMALL = ["--quick", "--device", "cpu", "--rounds", "1"]
-
-
-@pytest.fixture(scope="module")
-def program():
-    spec = importlib.util.spec_from_file_location("sparse_denoise", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["sparse_denoise"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["sparse_denoise"]
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
 import sys
 import weakref
 
@@ -343,18 +342,8 @@ def as_rank(rank: int, file: str, sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[40, 40, 40], [70, 0, 13]])
-def test_shards_of_three_ranks_are_the_whole(tmp_path, sizes):
-    told = [str(tmp_path / "store"), *map(str, sizes)]
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, str(rank), *told], stderr=subprocess.PIPE, text=True)
-        for rank in range(len(sizes))
-    ]
-    try:
-        ends = [(process.communicate(timeout=240)[1], process.returncode) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert all(code == 0 for _, code in ends), "\n".join(error for error, _ in ends)
+def test_shards_of_three_ranks_are_the_whole(sizes, all_ranks):
+    all_ranks(sizes)
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------

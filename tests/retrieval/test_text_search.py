@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import pathlib
 import re
 
 import pytest
@@ -17,16 +15,8 @@ pytest.importorskip("matplotlib")
 
 from PIL import Image
 
-PROGRAM = pathlib.Path(__file__).resolve().parents[2] / "examples" / "text_search.py"
+PROGRAM = "text_search"
 SMALL = ["--quick", "--device", "cpu", "--rounds", "1", "--runs", "1", "--queries", "20"]
-
-
-@pytest.fixture(scope="module")
-def program():
-    spec = importlib.util.spec_from_file_location("text_search", PROGRAM)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
