@@ -371,6 +371,17 @@ def test_segments_whose_bounds_are_not_read_give_the_same(lengths, k):
 bounds = st.lists(st.integers(-(2**40), 2**40) | st.integers(-3, 12), min_size=1, max_size=6)
 
 
+def test_segments_on_the_host_are_searched_there_whatever_the_default_device_is():
+    queries, references, pointers = ragged("cpu", [3, 4], [30, 40])
+    want = prequal.knn(queries, references, 2, **pointers)
+    torch.set_default_device("meta")
+    try:
+        got = prequal.knn(queries, references, 2, **pointers)
+    finally:
+        torch.set_default_device(None)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 @settings(max_examples=100, deadline=None)
 @given(bounds, st.data())
 def test_pointers_of_any_contents_read_nothing_out_of_bounds(query_at, data):

@@ -104,7 +104,7 @@ def all_nearest(
     if is_readable(query_ptr) and is_readable(reference_ptr):
         query_at, reference_at = partition(query_ptr, n), partition(reference_ptr, m)
         if query_at is not None and reference_at is not None:  # only pairs of one segment
-            idx = torch.full((n, found), -1, dtype=torch.int64)
+            idx = torch.full((n, found), -1, dtype=torch.int64, device=q.device)
             cuts = zip(itertools.pairwise(query_at), itertools.pairwise(reference_at), strict=True)
             for (i, j), (start, stop) in cuts:
                 if i < j and start < stop:
