@@ -14,6 +14,7 @@
 #include "prequal/dispatch.h"
 #include "prequal/host_device.h"
 #include "prequal/launch.h"
+#include "prequal/must_be.h"
 #include "prequal/overlap.h"
 #include "prequal/row_plan.h"
 #include "prequal/vec.cuh"
@@ -294,27 +295,6 @@ __global__ void __launch_bounds__(256) scale_kernel(T* x /*[numel]*/, int64_t nu
 }
 
 // ---- right calls ---------------------------------------------------------------------------------------------------
-
-void must_be_floating(const Tensor& x, const char* argument) {
-  switch (x.dtype) {
-    case DType::f16:
-    case DType::bf16:
-    case DType::f32:
-    case DType::f64: return;
-    case DType::other: throw Refused{"dtype"};  // a float8, or no float: the reference tells them apart
-    default: wrong_type(argument, "a floating dtype", name_of(x.dtype));
-  }
-}
-
-// In the dtype that `other` is computed in.
-void must_be_wide(const Tensor& x, const char* argument, const std::string& shape, bool fits, const Tensor& other,
-                  const char* name) {
-  const DType wide = other.dtype == DType::f64 ? DType::f64 : DType::f32;
-  if (x.dtype != wide) {
-    wrong_type(argument, std::string(name_of(wide)) + " for " + name + " of " + name_of(other.dtype), name_of(x.dtype));
-  }
-  if (!fits) wrong_value(argument, "shape [" + shape + "]", shape_of(x));
-}
 
 void must_be_fours(const Tensor& x, const char* argument, const Tensor& logits) {
   const bool fits = x.rank == 2 && x.shape[0] == logits.shape[0] && x.shape[1] == 4;

@@ -1,6 +1,6 @@
 // xp = the rows of x [T, H], each k times, sorted by the expert that they go to (then by token); row_map [T, k] says where,
 // -1 where a row is dropped; offsets [E + 1], where each expert's rows begin. The rows of xp behind the last are zero.
-// Three launches: a block counts its tokens' experts; sums over blocks; places from them, and the rows. A warp moves a row.
+// Four launches: a block counts its tokens' experts; sums over blocks; places from them; the rows, which warps move.
 // Bytes: T H sizeof(T) read once, T k H sizeof(T) written; besides them T k 12, and the counts of the blocks.
 // Numerics: none, rows are copied. Places come from integer sums in a fixed order: a stable sort.
 #include <algorithm>
@@ -20,8 +20,8 @@ struct Unit : FileOf<"moe_permute"> {};
 
 constexpr int most_experts = 1024, most_chosen = 32;
 constexpr int threads = 256, warps = threads / 32;
-constexpr int tile = 32;         // tokens whose places are made before their rows are moved
-constexpr int blocks_an_sm = 4;  // two of them resident at a time; the counts of more would cost more to add up
+constexpr int tile = 32;         // tokens whose experts a block has at a time
+constexpr int blocks_an_sm = 4;  // of those that count and place: the counts of more would cost more to add up
 constexpr unsigned whole_warp = 0xffffffffu;
 
 struct Permute {
@@ -144,8 +144,8 @@ __device__ __forceinline__ int scan_experts(int* start /*[E]*/, const Permute& a
 
 // By one warp: the places of `items` choices that follow each other, 32 at a time. next[e]: how many rows of the expert
 // came before.
-__device__ __forceinline__ void place_choices(int* place, const int* experts, const int* start, int* next,
-                                              const Permute& a, int64_t token, int items) {
+__device__ __forceinline__ void place_choices(const int* experts, const int* start, int* next, const Permute& a,
+                                              int64_t token, int items) {
   const int lane = threadIdx.x % 32;
   for (int first = 0; first < items; first += 32) {
     const int i = first + lane;
@@ -157,95 +157,82 @@ __device__ __forceinline__ void place_choices(int* place, const int* experts, co
     __syncwarp();
     if (expert >= 0 && rank == 0) next[expert] = before + __popc(same);
     if (i < items) {
-      const int row = expert >= 0 && before < a.capacity ? start[expert] + before : -1;
-      place[i] = row;
-      a.row_map[token * a.chosen + i] = row;
+      a.row_map[token * a.chosen + i] = expert >= 0 && before < a.capacity ? start[expert] + before : -1;
     }
     __syncwarp();
   }
 }
 
-// Of a row that a lane has on its way. Rows of 512 words, 8 copies, in a kernel that only copies: 8 words 342 us, 16 338;
-// a block for each 8 tokens, as no places are made here, 331.
-constexpr int held_words = 16;
-
-template <class Piece>
-__device__ __forceinline__ void load_words(Piece (&held)[held_words], const Piece* from /*[width]*/, int64_t first,
-                                           int64_t width) {
-#pragma unroll
-  for (int i = 0; i < held_words; ++i) {
-    if (first + 32 * i < width) held[i] = from[first + 32 * i];
-  }
-}
-
-// held: its first words, if it `has` them.
-template <class Piece>
-__device__ __forceinline__ void move_row(Piece (&held)[held_words], bool has, const Piece* from /*[width]*/,
-                                         Piece* to /*[rows, width]*/, int64_t width, const int* place /*[k]*/,
-                                         int chosen) {
-  for (int64_t first = threadIdx.x % 32; first < width; first += 32 * held_words) {
-    if (!has) load_words(held, from, first, width);
-    has = false;
-    for (int j = 0; j < chosen; ++j) {
-      if (place[j] < 0) continue;
-      Piece* out = to + place[j] * width + first;
-#pragma unroll
-      for (int i = 0; i < held_words; ++i) {
-        if (first + 32 * i < width) out[32 * i] = held[i];
-      }
-    }
-  }
-}
-
-// What it reads of x and of the experts before it waits, nobody has written since the first of the three launches.
-template <class Piece>
-__global__ void __launch_bounds__(threads, 2)
-    permute_kernel(Permute a, const Piece* x /*[T, H]*/, Piece* xp /*[T k, H]*/) {
-  __shared__ int start[most_experts], next[most_experts], place[tile * most_chosen], experts[tile * most_chosen];
-  const int warp = threadIdx.x / 32;
+// Places of a block's tokens; by the first block, where experts begin.
+__global__ void __launch_bounds__(threads) place_kernel(Permute a) {
+  let_next_begin();
+  __shared__ int start[most_experts], next[most_experts], experts[tile * most_chosen];
   const int64_t begin = a.first_token(), last = a.last_token();
-  const auto tokens_from = [&](int64_t token) {
-    return static_cast<int>(max(min(static_cast<int64_t>(tile), last - token), int64_t{0}));
+  const auto items_from = [&](int64_t token) {
+    return static_cast<int>(max(min(static_cast<int64_t>(tile), last - token), int64_t{0})) * a.chosen;
   };
   const auto load_experts = [&](int64_t token) {
-    const int items = tokens_from(token) * a.chosen;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < items; i += threads) {
-      experts[i] = a.expert_at(token + i / a.chosen, i % a.chosen);
-    }
+    const int items = items_from(token);
+    for (int i = threadIdx.x; i < items; i += threads) experts[i] = a.expert_at(token + i / a.chosen, i % a.chosen);
   };
   load_experts(begin);
-  Piece held[held_words];
-  bool has = warp < tokens_from(begin);
-  if (has) load_words(held, x + (begin + warp) * a.x_stride, threadIdx.x % 32, a.width);
 
   wait_for_kernel_before();
   const int kept = scan_experts(start, a);
-#pragma unroll 1  // here as below: unrolled, they take registers from the words that are held
   for (int e = threadIdx.x; e < a.count; e += threads)
     next[e] = a.before[static_cast<int64_t>(blockIdx.x) * a.count + e];
   __syncthreads();
   if (blockIdx.x == 0) {
-#pragma unroll 1
     for (int e = threadIdx.x; e < a.count; e += threads) a.offsets[e] = start[e];
     if (threadIdx.x == 0) a.offsets[a.count] = kept;
   }
 
   for (int64_t token = begin; token < last; token += tile) {
-    const int here = tokens_from(token);
-    if (warp == 0) place_choices(place, experts, start, next, a, token, here * a.chosen);
+    if (threadIdx.x < 32) place_choices(experts, start, next, a, token, items_from(token));
     __syncthreads();
     load_experts(token + tile);
-    for (int i = warp; i < here; i += warps) {
-      move_row(held, has, x + (token + i) * a.x_stride, xp, a.width, place + i * a.chosen, a.chosen);
-      has = false;
-    }
     __syncthreads();
   }
+}
 
-  const int64_t rows = a.tokens * a.chosen, step = static_cast<int64_t>(gridDim.x) * warps;
-  for (int64_t row = kept + static_cast<int64_t>(blockIdx.x) * warps + warp; row < rows; row += step) {
-    for (int64_t i = threadIdx.x % 32; i < a.width; i += 32) xp[row * a.width + i] = Piece{};
+// A warp moves a row of x, a block the next one for each of its warps. Blocks that stay and take row after row were slower:
+// a kernel that only copies 512 words 8 times took 342 us so, 331 as here; 2 times 114 and 109.
+constexpr int held_words = 16;  // of a row that a lane has on its way; with 8 336 and 110
+
+template <class Piece>
+__global__ void __launch_bounds__(threads) move_kernel(Permute a, const Piece* x /*[T, H]*/, Piece* xp /*[T k, H]*/) {
+  const int lane = threadIdx.x % 32;
+  const int64_t worker = static_cast<int64_t>(blockIdx.x) * warps + threadIdx.x / 32;
+  const int64_t workers = static_cast<int64_t>(gridDim.x) * warps;
+  Piece held[held_words];
+  const auto load = [&](int64_t token, int64_t first) {
+#pragma unroll
+    for (int i = 0; i < held_words; ++i) {
+      if (first + 32 * i < a.width) held[i] = x[token * a.x_stride + first + 32 * i];
+    }
+  };
+  if (worker < a.tokens) load(worker, lane);  // x is older than these launches
+  wait_for_kernel_before();
+
+  for (int64_t token = worker; token < a.tokens; token += workers) {
+    const int own = lane < a.chosen ? a.row_map[token * a.chosen + lane] : -1;
+    for (int64_t first = lane; first - lane < a.width; first += 32 * held_words) {
+      if (token != worker || first != lane) load(token, first);
+      for (int j = 0; j < a.chosen; ++j) {
+        const int row = __shfl_sync(whole_warp, own, j);
+        if (row < 0) continue;
+        Piece* out = xp + row * a.width + first;
+#pragma unroll
+        for (int i = 0; i < held_words; ++i) {
+          if (first + 32 * i < a.width) out[32 * i] = held[i];
+        }
+      }
+    }
+  }
+
+  const int64_t rows = a.tokens * a.chosen;
+  for (int64_t row = a.offsets[a.count] + worker; row < rows; row += workers) {
+    for (int64_t i = lane; i < a.width; i += 32) xp[row * a.width + i] = Piece{};
   }
 }
 
@@ -291,10 +278,13 @@ std::tuple<Buffer, Buffer, Buffer> moe_permute(const Context& context, const Ten
   launch<count_kernel>(context, grid, dim3(threads), a);
   const auto columns = static_cast<unsigned>(std::max<int64_t>(1, (count + 31) / 32));
   launch_early<scan_kernel>(context, dim3(columns), dim3(scan_threads), a, blocks);
+  launch_early<place_kernel>(context, grid, dim3(threads), a);
   const auto move = [&]<class Piece>(Piece) {
     const int each = static_cast<int>(sizeof(Piece)) / x.itemsize;
     a.width = x.shape[1] / each, a.x_stride = x.stride[0] / each;
-    launch_early<permute_kernel<Piece>>(context, grid, dim3(threads), a, x.as<const Piece>(), xp.as<Piece>());
+    const int64_t workers = std::max<int64_t>(1, (tokens + warps - 1) / warps);
+    const dim3 all(static_cast<unsigned>(std::min<int64_t>(workers, INT32_MAX)));
+    launch_early<move_kernel<Piece>>(context, all, dim3(threads), a, x.as<const Piece>(), xp.as<Piece>());
   };
   const auto made_of = [&](int bytes) {
     return x.shape[1] * x.itemsize % bytes == 0 && aligned(x.data, x.stride[0] * x.itemsize, bytes);

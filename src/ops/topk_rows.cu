@@ -13,6 +13,7 @@
 #include "prequal/float_order.h"
 #include "prequal/host_device.h"
 #include "prequal/launch.h"
+#include "prequal/must_be.h"
 #include "prequal/overlap.h"
 #include "prequal/vec.cuh"
 
@@ -280,26 +281,6 @@ __global__ void __launch_bounds__(threads)
 
 // ---- right calls ---------------------------------------------------------------------------------------------------
 
-void must_be_floating(const Tensor& x, const char* argument) {
-  switch (x.dtype) {
-    case DType::f16:
-    case DType::bf16:
-    case DType::f32:
-    case DType::f64: return;
-    case DType::other: throw Refused{"dtype"};  // a float8, or no float: the reference tells them apart
-    default: wrong_type(argument, "a floating dtype", name_of(x.dtype));
-  }
-}
-
-// In the dtype that scores are computed in.
-void must_be_wide(const Tensor& x, const char* argument, const std::string& shape, bool fits, const Tensor& products) {
-  const DType wide = products.dtype == DType::f64 ? DType::f64 : DType::f32;
-  if (x.dtype != wide) {
-    wrong_type(argument, std::string(name_of(wide)) + " for products of " + name_of(products.dtype), name_of(x.dtype));
-  }
-  if (!fits) wrong_value(argument, "shape [" + shape + "]", shape_of(x));
-}
-
 Metric metric_of(const std::string& metric) {
   if (metric == "dot") return Metric::dot;
   if (metric == "cosine") return Metric::cosine;
@@ -315,7 +296,7 @@ void must_be_terms(const std::optional<Tensor>& x, const char* argument, const T
   }
   if (!x) wrong_value(argument, "a tensor for the metrics 'cosine' and 'l2'", "None");
   const bool fits = x->rank == 1 && x->shape[0] == products.shape[dim];
-  must_be_wide(*x, argument, std::to_string(products.shape[dim]), fits, products);
+  must_be_wide(*x, argument, std::to_string(products.shape[dim]), fits, products, "products");
 }
 
 // Of a row, so that the second launch reads about as much as a block of the first.
@@ -347,7 +328,7 @@ void topk_rows_(const Context& context, const Tensor& best /*[Q, k], written*/, 
   if (products.rank != 2) wrong_value("products", "shape [Q, n]", shape_of(products));
   const int64_t rows = products.shape[0], columns = products.shape[1];
   const bool fits = best.rank == 2 && best.shape[0] == rows;
-  must_be_wide(best, "best", std::to_string(rows) + ", k", fits, products);
+  must_be_wide(best, "best", std::to_string(rows) + ", k", fits, products, "products");
   const int64_t k = best.shape[1];
   if (k == 0) wrong_value("best", "k from 1", "shape " + shape_of(best));
   if (idx.dtype != DType::i64) wrong_type("idx", "int64", name_of(idx.dtype));
