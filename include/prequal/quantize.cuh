@@ -124,23 +124,27 @@ __global__ void __launch_bounds__((most_threads<Items>(kind)), (least_blocks<Ite
   }
 }
 
-// Rows wider than a block holds.
-template <Fp8 F, class Source>
+// Rows wider than a block holds: asked for twice, `asked` accesses of a thread at a time.
+template <Fp8 F, class Source, bool Ragged>
 __global__ void __launch_bounds__(1024) token_twice(const Source from, const Result to) {
   using T = typename Source::Value;
+  constexpr int asked = Source::by_warp ? 4 : 1;  // what is computed has registers for one
   __shared__ BlockMax::Shared shared;
   BlockMax whole(shared);
   const int width = static_cast<int>(to.width), step = blockDim.x * widest<T>;
   for (int64_t row = blockIdx.x; row < to.rows; row += gridDim.x) {
     const Source here = from.begin_at(row, 0);
     const auto each = [&](auto&& body) {
-      for (int first = 0; first < width; first += step) {
-        const int column = first + threadIdx.x * widest<T>;
-        body(here.template packet<true>(column, width), column);
+      for (int first = threadIdx.x * widest<T>; first - static_cast<int>(threadIdx.x) * widest<T> < width;
+           first += asked * step) {
+        Packet<T> held[asked];
+#pragma unroll
+        for (int item = 0; item < asked; ++item) held[item] = here.template packet<Ragged>(first + item * step, width);
+        body(held, first);
       }
     };
     float most = 0.0f;
-    each([&](const Packet<T>& x, int) { most = fmaxf(most, largest_in(x)); });
+    each([&](Packet<T>(&x)[asked], int) { most = fmaxf(most, largest_of(x)); });
     Divisor divisor;
     if (to.given) {
       divisor = divisor_of<T>(to.given[row], warp_max(most));  // as in shared_divisor
@@ -148,15 +152,14 @@ __global__ void __launch_bounds__(1024) token_twice(const Source from, const Res
       float finite = most = whole.of(most);
       if (most == INFINITY) {
         finite = 0.0f;
-        each([&](const Packet<T>& x, int) { finite = fmaxf(finite, largest_finite_in(x)); });
+        each([&](Packet<T>(&x)[asked], int) { finite = fmaxf(finite, largest_finite_of(x)); });
         finite = whole.of(finite);
       }
       divisor = divisor_of<T>(to.scale_from<F>(finite), most);
     }
-    each([&](const Packet<T>& x, int column) {
-      Packet<T> one[1] = {x};
-      each_codes<F>(one, divisor, [&](int, const Codes<T>& codes) {
-        store_codes<true>(to.q + row * to.width, column, width, codes);
+    each([&](Packet<T>(&x)[asked], int first) {
+      each_codes<F>(x, divisor, [&](int item, const Codes<T>& codes) {
+        store_codes<Ragged>(to.q + row * to.width, first + item * step, width, codes);
       });
     });
     if (threadIdx.x == 0) to.scale[row] = divisor.by;
@@ -461,7 +464,9 @@ void by_token(const Context& context, const Source& from, const Result& to, bool
     case RowKind::block:
       if (plan.items == 2) return by_alignment.template operator()<2, RowKind::block>();
       return by_alignment.template operator()<4, RowKind::block>();
-    case RowKind::loop: return start.template operator()<token_twice<F, Source>>();
+    case RowKind::loop:
+      if (aligned_words) return start.template operator()<token_twice<F, Source, false>>();
+      return start.template operator()<token_twice<F, Source, true>>();
   }
   throw std::logic_error("quantize: row_plan made a plan that no kernel follows");
 }

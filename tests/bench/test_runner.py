@@ -10,7 +10,7 @@ import prequal
 from prequal.bench import cases as lists
 from prequal.bench.cases import Case, Other, Peer, contract_of
 from prequal.bench.evidence import problems
-from prequal.bench.runner import ROUNDS, Options, _short, bound_call, floor_us, measure, rotated, run
+from prequal.bench.runner import ROUNDS, Options, bound_call, first_line, floor_us, measure, rotated, run
 from prequal.errors import UnknownOpError
 from prequal.registry import OPS
 
@@ -330,7 +330,7 @@ def test_the_other_ways_of_a_shape_list_hold_their_standard_on_its_sample(name):
     ],
 )
 def test_what_failed_names_files_without_the_folders_of_a_machine(said, told):
-    assert _short(RuntimeError(said)) == f"RuntimeError: {told}"
+    assert first_line(RuntimeError(said)) == f"RuntimeError: {told}"
 
 
 # ---- the GPU ---------------------------------------------------------------------------------------------------------

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from prequal.bench import cases as lists
 from prequal.bench import evidence, runner
 from prequal.bench.device import Host
 from prequal.cli import bench, main
@@ -49,6 +51,23 @@ def test_it_measures_writes_and_prints(tmp_path, capsys):
     assert records[0]["rows"][0]["by"]["prequal"]["device_us"]["median"] == 30.0
     assert records[0]["command"] == "prequal bench --ops rms_norm --device cpu --runs 5"
     assert records[1]["peers_installed"].keys() >= {"torch_cluster", "torchbvh", "torch_kdtree", "cupyx"}
+
+
+def test_what_fails_beside_the_cases_costs_none_of_them(tmp_path, monkeypatch, capsys):
+    def extra(device):
+        yield {"case": "begun", "by": {}}
+        raise TypeError("expected 5 arguments")
+
+    (case,) = lists.sample_cases(OPS["rms_norm"])
+    listed = SimpleNamespace(cases=list, extra=extra)
+    monkeypatch.setattr(lists, "shape_lists", lambda: {"rms_norm": listed})
+    monkeypatch.setattr(lists, "cases_of", lambda ops, tier: [case])
+    monkeypatch.setattr(bench, "_no_gpu", lambda args: None)
+    assert main(["bench", "--shapes", "full", "--runs", "5", "--ops", "rms_norm", "--out", str(tmp_path)]) == 1
+    record = evidence.load(tmp_path / "rms_norm.json")
+    assert [row["case"] for row in record["rows"]] == [case.name, "beside its cases"]
+    assert record["rows"][1]["failed"] == {"prequal": "TypeError: expected 5 arguments"}
+    assert "beside its cases: FAILED" in capsys.readouterr().err
 
 
 def test_results_alone_go_to_stdout(capsys):
@@ -193,6 +212,19 @@ def test_charts_are_drawn_from_what_was_measured_before(committed, capsys):
         assert main(["bench", "--from", str(place), "--charts", str(committed / "charts")]) == 0
     assert (committed / "charts" / "scorecard.svg").exists()
     assert "drew" in capsys.readouterr().err
+
+
+EXTRAS = {name: listed.extra for name, listed in lists.shape_lists().items() if hasattr(listed, "extra")}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", EXTRAS)
+def test_what_is_measured_beside_the_cases_can_be(name, cuda):
+    from prequal.bench.device import Cuda
+
+    rows = list(EXTRAS[name](Cuda()))
+    assert rows
+    assert all(row["by"] for row in rows)
 
 
 @pytest.mark.gpu

@@ -75,7 +75,7 @@ def candidates(case: Case, op: Op, args: tuple[Any, ...], options: Options) -> t
                 found.append(Candidate(peer.module, peer.build(), peer.compare, "peer"))
                 continue
             except Exception as error:  # somebody else's package: whatever it raises is why it is not measured
-                why = f"cannot be imported: {_short(error)}"
+                why = f"cannot be imported: {first_line(error)}"
         absent[peer.module] = why
     return found, absent
 
@@ -131,8 +131,8 @@ def _those_who_are_right(
             got = case.compared(op.outcome(partial(_answer, case, op, one), args))
             wrong = one.compare(got, want, few)
         except Exception as error:  # a peer's failure, or ours: reported, never timed
-            row.setdefault("failed", {})[one.name] = _short(error)
-            say(f"  {one.name}: FAILED, not timed: {_short(error)}")
+            row.setdefault("failed", {})[one.name] = first_line(error)
+            say(f"  {one.name}: FAILED, not timed: {first_line(error)}")
             continue
         if wrong is not None:
             row.setdefault("wrong", {})[one.name] = wrong
@@ -210,7 +210,7 @@ def _time(
         try:
             graph = device.captured([_bound(case, op, one, copies[i % len(copies)]) for i in range(GRAPH_CALLS)])
         except Exception as error:  # a host read, or an allocation of its own: its users cannot capture it either
-            row.setdefault("not_capturable", {})[one.name] = _short(error)
+            row.setdefault("not_capturable", {})[one.name] = first_line(error)
             continue
         if graph is not None:
             graphs[one.name] = graph
@@ -294,8 +294,8 @@ def run(
             try:
                 row = measure(case, device, options, say)
             except Exception as error:  # out of memory, a device that is gone: what was measured before must be written
-                row = {"case": case.name, "op": case.op, "by": {}, "failed": {"prequal": _short(error)}}
-                say(f"  FAILED, not timed: {_short(error)}")
+                row = {"case": case.name, "op": case.op, "by": {}, "failed": {"prequal": first_line(error)}}
+                say(f"  FAILED, not timed: {first_line(error)}")
             keep(case, row)
     except KeyboardInterrupt:
         say("interrupted: what is done is written")
@@ -303,7 +303,7 @@ def run(
     return True
 
 
-def _short(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """Its first line; of files the name, since evidence is read elsewhere."""
     lines = str(error).strip().splitlines()
     text = re.sub(r"(?<![\w.:/])/(?:[^\s/:'\"]+/)+", "", f"{type(error).__name__}: {lines[0] if lines else ''}")

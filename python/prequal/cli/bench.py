@@ -172,7 +172,7 @@ class Session:
                     return 130 if self._may_go_on() else 3
                 before += len(mine)
                 if (extra := getattr(listed.get(name), "extra", None)) is not None and self.tier == "full":
-                    record["rows"] += list(extra(device))
+                    record["rows"] += _rows_of(extra, device)
                 record["complete"] = True
         except KeyboardInterrupt:
             note("interrupted: what is done is written")
@@ -295,6 +295,17 @@ def _device(args: argparse.Namespace) -> Any:
     from prequal.bench import device
 
     return device.Host() if args.device == "cpu" else device.Cuda()
+
+
+def _rows_of(extra: Any, device: Any) -> list[dict[str, Any]]:
+    """What else is measured of a basename; where that fails, a row that says so: the others must be written."""
+    from prequal.bench.runner import first_line
+
+    try:
+        return list(extra(device))
+    except Exception as error:
+        note(f"  beside its cases: FAILED, {first_line(error)}")
+        return [{"case": "beside its cases", "by": {}, "failed": {"prequal": first_line(error)}}]
 
 
 def _import_ms() -> float:

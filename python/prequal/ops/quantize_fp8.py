@@ -64,6 +64,14 @@ def samples(device):
         yield Sample(f"{granularity} given, column layout", (x(300, 520), granularity), column)
     for width in (16384, 32776, 70_001):
         yield Sample(f"token wide {width}", (x(3, width, dtype=torch.bfloat16), "token"))
+    for width in (100, 128):  # one group a row
+        yield Sample(f"token many rows of {width}", (x(2053, width, dtype=torch.bfloat16), "token"))
+        bounded = {"scale_upper_bound": 0.007, "scale_layout": "column"}
+        yield Sample(f"token rows of {width}, column layout", (x(300, width), "token"), bounded)
+        shared = {"scale": given(x, (130, width), "token")}
+        yield Sample(f"token rows of {width}, given", (x(260, width)[::2], "token"), shared)
+    for numel in (32_768, 32_776):  # what a block holds, and a word more
+        yield Sample(f"tensor of {numel}", (x(8, numel // 8, dtype=torch.bfloat16),))
     yield Sample("token permuted rows", (x(2, 3, 4, 32).transpose(0, 2), "token"))
     yield Sample("every bfloat16", (every_half(torch.bfloat16).to(device), "block_1x128"))
     every = [0.0, -0.0, torch.inf, -3.0, torch.nan, 2.0**-140, 2.0**-100, 3e38, 2.0**100, 1e-7, 5.0, -0.3]
