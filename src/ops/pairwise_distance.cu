@@ -452,9 +452,9 @@ std::tuple<Buffer, Buffer> pairwise_argmin(const Context& context, const Tensor&
     dist2.emplace(context.empty({rows}, DType::f32));
     idx.emplace(context.empty({rows}, DType::i64));
     if (rows == 0) return;
-    const int64_t row_tiles = tiles_of(rows), column_tiles = tiles_of(b.shape[0]);
+    const int64_t row_tiles = tiles_of(rows), column_tiles = std::max<int64_t>(1, tiles_of(b.shape[0]));
     const int64_t wanted = std::max<int64_t>(1, int64_t{waves} * blocks_an_sm * multiprocessors(context) / row_tiles);
-    const int64_t segment = side * ((column_tiles - 1) / std::min(wanted, std::max<int64_t>(1, column_tiles)) + 1);
+    const int64_t segment = side * ((column_tiles - 1) / std::min(wanted, column_tiles) + 1);
     const int64_t segments = segments_of(b, segment);
     std::optional<Buffer> found;
     if (segments > 0) {

@@ -21,6 +21,9 @@ with warnings.catch_warnings():
 
 from prequal.integrations import geometric
 
+# torch_geometric's own, on a GPU: another package would be faster
+pytestmark = pytest.mark.filterwarnings("ignore:The usage of `scatter:UserWarning")
+
 NODES, EDGES, WIDTH = 37, 200, 24
 
 LAYERS = {
@@ -165,7 +168,7 @@ def test_what_is_not_covered_is_the_layers_own_and_says_why(device, caplog, monk
         with pytest.raises((IndexError, RuntimeError, ValueError)):
             layer(x, edge_index.short())
     hook = layer.register_message_forward_hook(lambda module, inputs, output: output)
-    torch.testing.assert_close(layer(x, edge_index), want, rtol=0, atol=0)
+    torch.testing.assert_close(layer(x, edge_index), want)  # a scatter of torch's own: on a GPU in any order
     hook.remove()
     assert calls() == before
     said = [record.getMessage() for record in caplog.records]
