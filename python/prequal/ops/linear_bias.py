@@ -59,7 +59,7 @@ def linear_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         bias: [M], of x's dtype.
 
     Returns:
-        [..., M], contiguous, of x's dtype.
+        [..., M], contiguous, of x's dtype, under autocast too.
 
     The product is torch's on every path, and so is its choice of cuBLASLt's bias epilogue; prequal has no kernel here
     and adds the check and the count of a call. The gradient is three calls of torch's: two products, and the sum of
@@ -141,7 +141,7 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         bias: [M], of x's dtype.
 
     Returns:
-        [..., M], contiguous, of x's dtype.
+        [..., M], contiguous, of x's dtype, under autocast too.
 
     The paths: *epilogue*, one kernel, where x is bfloat16 or float16 and K and M are multiples of 8. Elsewhere the
     chain's two kernels, the second in the memory of the first. Where the gate is closed: torch's linear, then its relu.
