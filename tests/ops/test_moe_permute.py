@@ -72,6 +72,38 @@ def test_rows_are_copied_bit_for_bit(device, dtype, width):
         assert torch.equal(xp.view(bits)[row_map[:, j].long()], x.view(bits))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_rows_in_fp8_and_their_scales_go_where_the_rows_would(device, dtype, capacity):
+    x, chosen, counts = inputs(device, 37, 3, 11, 300)
+    chosen[::5] = -1
+    q, scale = prequal.quantize_fp8(x, "block_1x128", dtype)
+    want = prequal.moe_permute(x, chosen, counts, capacity=capacity)
+    q, row_map, offsets = prequal.moe_permute(q, chosen, counts, capacity=capacity)
+    assert q.dtype == dtype
+    assert torch.equal(row_map, want[1])
+    assert torch.equal(offsets, want[2])
+    scale = prequal.moe_permute(scale, chosen, counts, capacity=capacity)[0]
+    left = int(offsets[-1])
+    assert q.view(torch.uint8)[left:].eq(0).all()
+    again = prequal.quantize_fp8(want[0][:left], "block_1x128", dtype)
+    assert torch.equal(q[:left].view(torch.uint8), again[0].view(torch.uint8))
+    assert torch.equal(scale[:left], again[1])
+
+
+def test_a_capacity_is_an_int_of_any_size(device):
+    x, chosen, counts = inputs(device, 9, 2, 4, 8)
+    want = prequal.moe_permute(x, chosen, counts)
+    for a, b in zip(prequal.moe_permute(x, chosen, counts, capacity=10**30), want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_capacity_is_no_tensor():
+    x, chosen, counts = inputs(torch.device("cpu"), 9, 2, 4, 8)
+    with pytest.raises(TypeError, match="capacity: expected an int, got Tensor"):
+        prequal.moe_permute(x, chosen, counts, capacity=counts[0])
+
+
 def test_what_is_no_expert_is_dropped_and_rows_behind_the_last_are_zero(device):
     x, chosen, counts = inputs(device, 200, 4, 16, 40)
     x[:] = torch.nan
