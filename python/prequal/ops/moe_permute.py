@@ -126,7 +126,7 @@ def _(x, experts, counts, *, capacity):
     c.same_device(x=x, experts=experts, counts=counts)
     c.has_shape("x", x, ("T", "H"))
     is_choice("experts", experts)
-    c.has_shape("experts", experts, (int(x.shape[0]), "k"))
+    c.has_shape("experts", experts, (x.shape[0], "k"))
     if counts.dtype not in INTEGERS:
         raise TypeError(f"counts: expected int32 or int64, got {c.short(counts.dtype)}")
     c.has_shape("counts", counts, ("E",))

@@ -187,7 +187,7 @@ def _(logits, k, *, score, renormalize, bias, groups, topk_groups, scale):
     c.is_floating("logits", logits)
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise ValueError(f"logits: expected shape [T, E], E from 1, got {list(logits.shape)}")
-    experts = int(logits.shape[1])
+    experts = logits.shape[1]
     if score not in ("softmax", "sigmoid"):
         raise ValueError(f"score: expected 'softmax' or 'sigmoid', got {score!r}")
     if bias is not None:
