@@ -411,6 +411,36 @@ def test_gradients_are_those_of_the_reference(op, device):
         pytest.skip(f"{op.name} has no gradient in its quick case")
 
 
+@every_op
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_changes_no_answer(op, device, dtype):
+    sample = quick(op, device)
+    want = answer(op, public(op), *sample.args, **sample.kwargs)
+    for function in (public(op), op.packet):
+        with torch.autocast(device.type, dtype=dtype):
+            got = answer(op, function, *sample.args, **sample.kwargs)
+        for a, b in zip(tensors(got), tensors(want), strict=True):
+            assert prequal.contracts.Bitwise().compare(a, b) is None
+
+
+@every_functional_op
+@pytest.mark.parametrize("backward_too", [False, True])
+def test_what_was_computed_under_autocast_has_the_gradients_of_what_was_not(op, device, backward_too):
+    (args, places), _ = differentiable(op, device)
+    inputs = [args[i] for i in places]
+    found = []
+    for on in (False, True):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=on):
+            outputs = [x for x in tensors(public(op)(*args)) if x.requires_grad]
+        if not outputs:
+            pytest.skip(f"{op.name} has no gradient here")
+        weights = [torch.linspace(0.5, 1.5, x.numel(), device=device, dtype=x.dtype).view(x.shape) for x in outputs]
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=on and backward_too):
+            found.append(torch.autograd.grad(outputs, inputs, weights, allow_unused=True, materialize_grads=True))
+    for a, b in zip(*found, strict=True):
+        assert prequal.contracts.Bitwise().compare(a, b) is None
+
+
 @every_functional_op
 def test_the_short_road_to_a_gradient_leads_where_the_dispatchers_does(op, device):
     (args, places), _ = differentiable(op, device)

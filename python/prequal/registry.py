@@ -12,6 +12,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -283,7 +284,8 @@ class Op:
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
         bound = self.bind(args, kwargs)
         self.validate(bound)
-        return self._call(self._fake, bound)
+        with without_autocast(self.device_of(bound)):
+            return self._call(self._fake, bound)
 
     def _vmapped(self, info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Under torch.vmap: one call an element, each by the fast path where it can, then stacked."""
@@ -369,6 +371,10 @@ class Op:
 
     def _vjp(self, ctx: Any, *grads: Any) -> Any:
         """Gradients of the floating tensor arguments: the declared formula, or the reference differentiated again."""
+        with without_autocast(self.device_of(grads)):
+            return self._gradients(ctx, grads)
+
+    def _gradients(self, ctx: Any, grads: Sequence[Any]) -> Any:
         tensors = ctx.saved_tensors
         saved = Saved({**ctx.plain, **dict(zip(ctx.saved_names, tensors, strict=False))})
         kept = tensors[len(ctx.saved_names) :]
@@ -506,7 +512,8 @@ class Op:
     def fall_back(self, args: Sequence[Any], reason: str, detail: str = "") -> Any:
         self.validate(args)  # a wrong call is an error, not a fallback
         self.count_fallback(args, reason, detail)
-        return self._call(self.reference, args)
+        with without_autocast(self.device_of(args)):
+            return self._call(self.reference, args)
 
     def validate(self, args: Sequence[Any]) -> None:
         """ValueError or TypeError for a wrong call."""
@@ -598,6 +605,14 @@ def needs_dispatcher(args: Iterable[Any]) -> bool:
         isinstance(x, Tensor) and (type(x) not in (Tensor, torch.nn.Parameter) or x.device.type not in ("cpu", "cuda"))
         for x in args
     )
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are of their arguments' dtypes and know of no autocast: what answers in their place must not either."""
+    kind = device.type
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def find(name: str | OpFunction) -> Op:

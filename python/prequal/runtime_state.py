@@ -64,7 +64,12 @@ def native_function(name: str) -> Any:
     body = through_torch[name]
 
     def through(*args: Any) -> Any:
-        return NotImplemented if launcher(*args) is NotImplemented else body(*args)
+        if launcher(*args) is NotImplemented:
+            return NotImplemented
+        if torch.is_autocast_enabled("cuda"):  # what it gives is of its arguments' dtype, as of a kernel
+            with torch.autocast("cuda", enabled=False):
+                return body(*args)
+        return body(*args)
 
     return through
 

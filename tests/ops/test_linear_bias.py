@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 
 import prequal
@@ -74,6 +75,17 @@ def test_only_the_gradients_that_are_asked_for_are_computed(device, name):
     assert bias.grad is not None
     assert x.grad is None
     assert weight.grad is None
+
+
+@every_op
+def test_it_is_compiled_once_for_every_width(device, name):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(getattr(prequal, name), backend=counter, fullgraph=True, dynamic=True)
+    for shape in ((5, 24, 16), (7, 48, 40), (9, 17, 31)):
+        args = inputs(device, torch.float32, *shape)
+        torch.testing.assert_close(compiled(*args), getattr(prequal, name)(*args))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.testing
 
 import prequal
 from prequal.ops._moe import counts_of, spread_choice
@@ -17,6 +18,10 @@ def inputs(device, tokens, k, experts, width, dtype=torch.float32):
     x = torch.randn(tokens, width, generator=generator).to(device, dtype)
     chosen = spread_choice(device, tokens, k, experts)
     return x, chosen, counts_of(chosen, experts)
+
+
+def normal(device, *shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def by_numpy(x, experts, count, capacity=None):
@@ -70,6 +75,60 @@ def test_rows_are_copied_bit_for_bit(device, dtype, width):
     xp, row_map, _ = prequal.moe_permute(x, chosen, counts_of(chosen, 11))
     for j in range(3):
         assert torch.equal(xp.view(bits)[row_map[:, j].long()], x.view(bits))
+
+
+@pytest.mark.parametrize("capacity", [None, 4])
+def test_a_layer_is_compiled_once_for_every_number_of_tokens(device, capacity):
+    def layer(x, logits):
+        weights, experts, counts = prequal.moe_route(logits, 2, score="sigmoid", groups=4, topk_groups=2)
+        xp, row_map, _ = prequal.moe_permute(x, experts, counts, capacity=capacity)
+        return prequal.moe_unpermute(xp * 2, row_map, weights)
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    graphs = []
+    for tokens in (5, 9, 64):
+        given = [normal(device, tokens, width).requires_grad_() for width in (6, 8)]
+        grad = normal(device, tokens, 6, seed=1)
+        got, want = compiled(*given), layer(*given)
+        torch.testing.assert_close(got, want)
+        for a, b in zip(*(torch.autograd.grad(y, given, grad) for y in (got, want)), strict=True):
+            torch.testing.assert_close(a, b)
+        graphs.append(counter.frame_count)
+    assert graphs == graphs[:1] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("capacity", [None, 2])
+def test_rows_in_fp8_and_their_scales_go_where_the_rows_would(device, dtype, capacity):
+    x, chosen, counts = inputs(device, 37, 3, 11, 300)
+    chosen[::5] = -1
+    q, scale = prequal.quantize_fp8(x, "block_1x128", dtype)
+    want = prequal.moe_permute(x, chosen, counts, capacity=capacity)
+    q, row_map, offsets = prequal.moe_permute(q, chosen, counts, capacity=capacity)
+    assert q.dtype == dtype
+    assert torch.equal(row_map, want[1])
+    assert torch.equal(offsets, want[2])
+    scale = prequal.moe_permute(scale, chosen, counts, capacity=capacity)[0]
+    left = int(offsets[-1])
+    assert q.view(torch.uint8)[left:].eq(0).all()
+    again = prequal.quantize_fp8(want[0][:left], "block_1x128", dtype)
+    assert torch.equal(q[:left].view(torch.uint8), again[0].view(torch.uint8))
+    assert torch.equal(scale[:left], again[1])
+
+
+def test_a_capacity_is_an_int_of_any_size(device):
+    x, chosen, counts = inputs(device, 9, 2, 4, 8)
+    want = prequal.moe_permute(x, chosen, counts)
+    for a, b in zip(prequal.moe_permute(x, chosen, counts, capacity=10**30), want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_capacity_is_no_tensor():
+    x, chosen, counts = inputs(torch.device("cpu"), 9, 2, 4, 8)
+    with pytest.raises(TypeError, match="capacity: expected an int, got Tensor"):
+        prequal.moe_permute(x, chosen, counts, capacity=counts[0])
 
 
 def test_what_is_no_expert_is_dropped_and_rows_behind_the_last_are_zero(device):

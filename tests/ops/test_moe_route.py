@@ -198,6 +198,21 @@ def test_rows_that_are_not_finite_have_the_stated_answer(device, experts, score,
     assert torch.equal(counts.long(), torch.bincount(found.flatten().long(), minlength=experts))
 
 
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_what_makes_a_whole_softmax_nan_leaves_a_bias_no_choice(device, value):
+    logits = spaced_logits(device, 3, 16, torch.float32)
+    bias = torch.linspace(0, 1, 16, device=device)
+    want = prequal.moe_route(logits, 3, bias=bias)
+    odd = logits.clone()
+    odd[1, 9] = value
+    weights, found, _ = prequal.moe_route(odd, 3, bias=bias)
+    assert found[1].tolist() == [0, 1, 2]
+    assert torch.equal(found[[0, 2]], want[1][[0, 2]])
+    assert torch.equal(weights[[0, 2]], want[0][[0, 2]])
+    _, found, _ = prequal.moe_route(odd, 3, score="sigmoid", bias=torch.zeros(16, device=device))
+    assert int(found[1, 0]) == 9
+
+
 def test_a_closed_expert_is_preferred_to_a_closed_group(device):
     """A bias of minus infinity is a value like others; of a group that is not kept nothing is chosen at all."""
     bias = torch.zeros(8, device=device)

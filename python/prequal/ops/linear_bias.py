@@ -59,7 +59,7 @@ def linear_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         bias: [M], of x's dtype.
 
     Returns:
-        [..., M], contiguous, of x's dtype.
+        [..., M], contiguous, of x's dtype, under autocast too.
 
     The product is torch's on every path, and so is its choice of cuBLASLt's bias epilogue; prequal has no kernel here
     and adds the check and the count of a call. The gradient is three calls of torch's: two products, and the sum of
@@ -84,9 +84,9 @@ def check(x, weight, bias):
     c.is_floating("x", x)
     if x.dim() == 0:
         raise ValueError("x: expected at least one dimension, got a 0-dimensional tensor")
-    c.has_shape("weight", weight, ("M", int(x.shape[-1])))
+    c.has_shape("weight", weight, ("M", x.shape[-1]))
     c.same_dtype("weight", weight, "x", x)
-    c.has_shape("bias", bias, (int(weight.shape[0]),))
+    c.has_shape("bias", bias, (weight.shape[0],))
     c.same_dtype("bias", bias, "x", x)
 
 
@@ -141,7 +141,7 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         bias: [M], of x's dtype.
 
     Returns:
-        [..., M], contiguous, of x's dtype.
+        [..., M], contiguous, of x's dtype, under autocast too.
 
     The paths: *epilogue*, one kernel, where x is bfloat16 or float16 and K and M are multiples of 8. Elsewhere the
     chain's two kernels, the second in the memory of the first. Where the gate is closed: torch's linear, then its relu.

@@ -80,7 +80,7 @@ def linear_gelu(
             the eager chain.
 
     Returns:
-        [..., M], contiguous, of x's dtype.
+        [..., M], contiguous, of x's dtype, under autocast too.
 
     The paths: *epilogue*, one kernel, where x is bfloat16 or float16, approximate is "tanh", there is a bias, and K and
     M are multiples of 8: the product is not rounded before GELU, and not written to memory. *Rounding preserved*, with

@@ -59,6 +59,7 @@ def samples(device):
     yield Sample("1,025 experts", call(9, 2, 1025, 8))
     yield Sample("int8 rows", (rows.to(torch.int8), chosen, counts))
     yield Sample("float64", (rows.double(), chosen, counts))
+    yield Sample("FP8 rows", (rows.to(torch.float8_e4m3fn), dropped, counts))
 
 
 @op(samples=samples, contract=Exact(ties="the order of tokens"))
@@ -68,7 +69,8 @@ def moe_permute(
     """The rows of x, each once for every expert of its token, sorted by expert.
 
     Args:
-        x: [T, H]: a row a token.
+        x: [T, H], of any dtype: a row a token. Rows in FP8 go like others, their scales ([T, 1], or [T, H / 128] of
+            quantize_fp8's row layout) by a call of their own. The kernel takes float32, float16 and bfloat16.
         experts: [T, k], int32 or int64: the experts of each token, as `moe_route` chose them. What is not in 0 to
             E - 1 (-1, say) is dropped.
         counts: [E], int32 or int64: as `moe_route` counted. Its length says how many experts there are; its contents
@@ -100,7 +102,7 @@ def moe_permute(
     flat = torch.where((flat >= 0) & (flat < count), flat, count)  # a last expert has what is dropped
     order = flat.sort(stable=True).indices
     sizes = torch.zeros(count + 1, dtype=torch.int64, device=x.device).scatter_add(0, flat, torch.ones_like(flat))
-    kept = sizes if capacity is None else sizes.clamp(max=capacity)
+    kept = sizes if capacity is None else sizes.clamp(max=min(capacity, n))  # a number of any size is right
     offsets = F.pad(kept[:count].cumsum(0), (1, 0))
 
     expert = flat[order]
@@ -111,7 +113,9 @@ def moe_permute(
     if n == 0:  # no token, or none of its choices
         xp = x.new_zeros((n, x.shape[1]))
     else:
-        xp = x[source.clamp(min=0) // k].masked_fill((source < 0)[:, None], 0)
+        # by bits where torch has no arithmetic: it fills no FP8
+        bits = x.view(torch.uint8) if x.is_floating_point() and x.element_size() == 1 else x
+        xp = bits[source.clamp(min=0) // k].masked_fill((source < 0)[:, None], 0).view(x.dtype)
     return xp.contiguous(), row_map.view(tokens, k).to(torch.int32), offsets
 
 
@@ -122,13 +126,13 @@ def _(x, experts, counts, *, capacity):
     c.same_device(x=x, experts=experts, counts=counts)
     c.has_shape("x", x, ("T", "H"))
     is_choice("experts", experts)
-    c.has_shape("experts", experts, (int(x.shape[0]), "k"))
+    c.has_shape("experts", experts, (x.shape[0], "k"))
     if counts.dtype not in INTEGERS:
         raise TypeError(f"counts: expected int32 or int64, got {c.short(counts.dtype)}")
     c.has_shape("counts", counts, ("E",))
     fits_int32("experts", experts)
     if capacity is not None:
-        if isinstance(capacity, bool) or not hasattr(type(capacity), "__index__"):
+        if isinstance(capacity, bool | Tensor) or not hasattr(type(capacity), "__index__"):
             raise TypeError(f"capacity: expected an int, got {type(capacity).__name__}")
         if capacity < 0:
             raise ValueError(f"capacity: expected a number from 0, got {capacity}")

@@ -123,9 +123,12 @@ def moe_route(
     ``sigmoid`` renormalised is ``s / (sum(s) + 1e-20)``. Computed in float32 (float64 for float64).
 
     Every row has an answer. All negative is nothing special. An expert at -inf comes last, with a weight of 0; where
-    all that are chosen are at -inf, a softmax over them is NaN, as torch's is, and sigmoids are 0. NaN counts as larger
-    than infinity, as torch's sort has it: it is chosen first, and every weight of that token whose arithmetic meets it
-    is NaN; experts stay distinct and in range, and other tokens untouched. Zeros of both signs are equal.
+    all that are chosen are at -inf, a softmax over them is NaN, as torch's is, and sigmoids are 0. An expert at inf
+    comes first; a softmax over it is NaN, as torch's is, its sigmoid is 1. NaN counts as larger than infinity, as
+    torch's sort has it: it is chosen first, and every weight of that token whose arithmetic meets it is NaN; experts
+    stay distinct and in range, and other tokens untouched. With a bias or groups all this is said of scores plus bias:
+    an expert at -inf has a score of 0, and one NaN or inf makes a softmax NaN for every expert, so that the lowest are
+    chosen. Zeros of both signs are equal.
 
     The gradient of weights flows to logits, through the chosen experts; the choice itself has none. It is computed by
     torch from the choice of the forward call, without atomics, and can be differentiated again.
@@ -187,7 +190,7 @@ def _(logits, k, *, score, renormalize, bias, groups, topk_groups, scale):
     c.is_floating("logits", logits)
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise ValueError(f"logits: expected shape [T, E], E from 1, got {list(logits.shape)}")
-    experts = int(logits.shape[1])
+    experts = logits.shape[1]
     if score not in ("softmax", "sigmoid"):
         raise ValueError(f"score: expected 'softmax' or 'sigmoid', got {score!r}")
     if bias is not None:

@@ -244,7 +244,7 @@ def moe_unpermute_backward(
 def _(grad, yp, row_map, weights, *, weights_grad):
     check(yp, row_map, weights, grad=grad)
     c.is_bool("weights_grad", weights_grad)
-    c.has_shape("grad", grad, (int(row_map.shape[0]), int(yp.shape[1])))
+    c.has_shape("grad", grad, (row_map.shape[0], yp.shape[1]))
     c.same_dtype("grad", grad, "yp", yp)
 
 
