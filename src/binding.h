@@ -112,7 +112,10 @@ struct FromPython<bool> {
 template <>
 struct FromPython<int64_t> {
   static int64_t convert(nb::handle object, const char* argument, const Call&) {
-    if (PyBool_Check(object.ptr()) || !PyIndex_Check(object.ptr())) wrong_type(argument, "an int", python_type(object));
+    // a tensor has __index__ too, and on a GPU that would wait for the device
+    if (PyBool_Check(object.ptr()) || !PyIndex_Check(object.ptr()) || is_torch_tensor(object)) {
+      wrong_type(argument, "an int", python_type(object));
+    }
     const Py_ssize_t value = PyNumber_AsSsize_t(object.ptr(), nullptr);  // clips, so that the range check answers
     if (value == -1 && PyErr_Occurred()) throw nb::python_error();
     return value;
@@ -149,7 +152,7 @@ struct FromPython<DType> {
 template <>
 struct FromPython<double> {
   static double convert(nb::handle object, const char* argument, const Call&) {
-    if (PyBool_Check(object.ptr())) wrong_type(argument, "a float", "bool");
+    if (PyBool_Check(object.ptr()) || is_torch_tensor(object)) wrong_type(argument, "a float", python_type(object));
     const double value = PyFloat_AsDouble(object.ptr());
     if (value == -1.0 && PyErr_Occurred()) {
       PyErr_Clear();

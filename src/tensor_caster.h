@@ -198,6 +198,12 @@ inline bool is_negated(PyObject* tensor) {
   return nb::steal(value).ptr() == Py_True;
 }
 
+// Of a number's place: most objects there are of an exact type, and told at once.
+inline bool is_torch_tensor(nb::handle object) {
+  if (PyLong_CheckExact(object.ptr()) || PyFloat_CheckExact(object.ptr()) || !torch().tensor_type) return false;
+  return PyObject_IsInstance(object.ptr(), reinterpret_cast<PyObject*>(torch().tensor_type)) == 1;
+}
+
 // `admitted`: the call comes from torch.library, below autograd, functorch and the modes, or from the gate.
 inline Tensor tensor_from_python(nb::handle object, const char* argument, bool admitted) {
   PyTypeObject* type = Py_TYPE(object.ptr());

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from prequal.ops.cross_entropy import (
     cross_entropy_stats,
     scale_unless_one_,
 )
+from prequal.registry import without_autocast
 
 from .chunks import chunk_rows, chunks, row_elements
 from .tokens import Loss, Tokens
@@ -34,9 +34,6 @@ class Gradients:
     weight_scale: float = 1.0  # the weight's is larger than `factor` says by this
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """The matrix products are of the dtypes that they are given."""
-    return torch.autocast(device.type, enabled=False) if device.type in ("cpu", "cuda") else nullcontext()
 
 
 def wide_product(out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
