@@ -53,6 +53,19 @@ struct Shares {
   int* left;     // and at the step before its first
 };
 
+// Value `which`, by selections that depend on each other no more than they must; an index would take it through memory.
+template <int N>
+__device__ __forceinline__ float chosen(const float (&value)[N], int which) {
+  if constexpr (N == 1) {
+    return value[0];
+  } else {
+    float half[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) half[i] = which & 1 ? value[2 * i + 1] : value[2 * i];
+    return chosen(half, which / 2);
+  }
+}
+
 // Of up to 32 `Candidates` states, whose matrix stands in shared memory and is filled up with lowest. Scores are read `ahead`
 // steps before their turn, so that a step waits for shared memory, an addition and a vote only.
 template <class T, int Candidates>
@@ -70,15 +83,13 @@ struct Near {
   template <bool Again>
   __device__ int walk(int from, int to, int at, int written) const {
     const int lane = threadIdx.x % 32;
-    int state[Candidates];
-#pragma unroll
-    for (int c = 0; c < Candidates; ++c) state[c] = min(32 * c + lane, states - 1);
     const auto read = [&](int step, float(&rows)[Candidates], T(&added)[Candidates]) {
       step = max(step, 0);
 #pragma unroll
       for (int c = 0; c < Candidates; ++c) {
-        rows[c] = kept[static_cast<int64_t>(step) * states + state[c]];
-        added[c] = emissions[step * step_stride + state[c] * state_stride];
+        const int state = min(32 * c + lane, states - 1);
+        rows[c] = kept[static_cast<int64_t>(step) * states + state];
+        added[c] = emissions[step * step_stride + state * state_stride];
       }
     };
     float here[Candidates], rows[ahead][Candidates];
@@ -108,10 +119,7 @@ struct Near {
           if (before[i] == at) return static_cast<int>(nobody);
         }
         if (lane == 0 && step <= written) path[step] = at;
-        float best = here[0];
-#pragma unroll
-        for (int c = 1; c < Candidates; ++c) best = at / 32 == c ? here[c] : best;
-        best = __shfl_sync(whole_warp, best, at % 32);
+        const float best = __shfl_sync(whole_warp, chosen(here, at / 32), at % 32);
         const float* move = moves_to + at * pitch + lane;
         unsigned found = nobody;
 #pragma unroll
@@ -198,8 +206,8 @@ __device__ __forceinline__ void best_of_lanes(float& best, int& at) {
 
 // The share of the warp that is number `mine` of `walkers`, from state `at_the_end` of the last step.
 template <class Walker>
-__device__ void walk_share(const Walker& walker, int length, int at_the_end, int mine, int walkers,
-                           const Shares& shares) {
+__device__ __forceinline__ void walk_share(const Walker& walker, int length, int at_the_end, int mine, int walkers,
+                                           Shares shares) {
   const int lane = threadIdx.x % 32, steps = max(length - 1, 0);
   const int share = max((steps + walkers - 1) / walkers, overlap);
   const int begin = mine * share, end = min(begin + share, steps);
@@ -223,7 +231,8 @@ __device__ void walk_share(const Walker& walker, int length, int at_the_end, int
 
 // By one warp, when all shares are there.
 template <class Walker>
-__device__ void join_shares(const Walker& walker, int length, int at_the_end, int walkers, const Shares& shares) {
+__device__ __forceinline__ void join_shares(const Walker& walker, int length, int at_the_end, int walkers,
+                                            Shares shares) {
   if (length == 0) return;
   const int steps = length - 1, share = max((steps + walkers - 1) / walkers, overlap);
   const int used = (steps + share - 1) / share;
@@ -246,7 +255,8 @@ __device__ __forceinline__ void pad_path(const Decode& a, int64_t sequence, int 
 
 // By all blocks of a cluster.
 template <class T>
-__device__ void walk_back_together(const Decode& a, const Plan& plan, int64_t sequence, int length, int at_the_end) {
+__device__ __forceinline__ void walk_back_together(const Decode& a, const Plan& plan, int64_t sequence, int length,
+                                                   int at_the_end) {
   const int rank = cluster::rank(), warps = blockDim.x / 32;
   const Far<T> walker{a.kept + sequence * a.steps * a.states,
                       static_cast<const T*>(a.emissions) + sequence * a.batch_stride,

@@ -360,7 +360,7 @@ def test_matrices_of_sequences_and_their_views_have_the_answer_of_the_reference(
 @pytest.mark.gpu
 @pytest.mark.parametrize("states", [64, 160])
 def test_a_workspace_that_would_be_too_large_is_done_without(cuda, states):
-    """One sequence many times over, just below 2^30 bytes of kept scores and past them: each path is that of the one."""
+    """One sequence many times over, up to 2^30 bytes of kept scores and past them: each path is that of the one."""
     x, moves = ties(cuda, 1, 64, states), ties(cuda, states, states)
     want = prequal.viterbi_decode.op.reference(x, moves)
     most = 2**30 // (4 * 64 * states)
