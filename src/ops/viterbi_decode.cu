@@ -25,7 +25,7 @@ constexpr int64_t most_states = 2048, most_steps = int64_t{1} << 30;
 constexpr int few_states = 32;      // a warp holds them
 constexpr int few_threads = 32;     // sequences do not wait for each other's blocks
 constexpr int many_threads = 1024;  // of the block that owns a sequence
-// Above so many sequences a multiprocessor its instructions are what a step waits for, and a chain has more of them.
+// Sequences a multiprocessor up to which a chain is known to be faster: a step of 4 takes 374 cycles, of 5 warps alone 808.
 constexpr int chain_a_multiprocessor = 4;
 constexpr int few_chunk = 4096;        // bytes of origins that a warp walks back over at a time
 constexpr int many_chunk = 32 * 1024;  // of a block: 8 steps of 2,048 states

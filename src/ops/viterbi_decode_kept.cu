@@ -398,7 +398,8 @@ __global__ void __launch_bounds__(Threads) kept_kernel(Decode a, Plan plan) {
     for (int i = 0; i < ahead; ++i) next[i] = emission_at(first + ahead + i);
 #pragma unroll
     for (int i = 0; i < ahead; ++i) {
-      // All threads alike. Of one block, steps behind the end are taken and not written down: a branch in each step costs more.
+      // Of one block, steps behind the end are taken and not written down: with a branch a step of 64 states takes 319
+      // cycles instead of 303.
       const bool there = first + i < length;
       if constexpr (Blocks > 1) {
         if (!there) break;
@@ -633,7 +634,7 @@ bool run_kept(const Context& context, Decode& a) {
   if constexpr (Blocks == 1) plan.shared_bytes += a.states * (Parts * Rows + 1) * 4;
   const dim3 grid(static_cast<unsigned>(a.batch * Blocks));
   if constexpr (Blocks == 1) {
-    // Where blocks do not share a multiprocessor, more warps than take steps walk back.
+    // Where blocks do not share a multiprocessor, more warps than take steps walk back: 64 x 1,024 x 64 in 172 us, not 195.
     const int spare = static_cast<int>(multiprocessors(context) / a.batch) * Threads;
     const dim3 block(static_cast<unsigned>(std::clamp(spare, plan.threads, Threads)));
     launch_with_shared<kernel>(context, grid, block, plan.shared_bytes, a, plan);
@@ -669,6 +670,8 @@ bool run_streamed(const Context& context, Decode& a) {
 
 template <class T>
 bool run(const Context& context, Decode& a) {
+  // By what was measured (docs/viterbi.md): 64 states with 8 states a column 368 cycles a step, with 16 303; 128 states with 2
+  // columns a thread 693, with 4 611; bands with 4 or 16 blocks 1,917 and 1,848, with 8 1,595.
   if (a.states <= 64) return run_kept<T, 2, 4, 16, 1, 512>(context, a);
   if (a.states <= 128) return run_kept<T, 4, 8, 16, 1, 512>(context, a);
   if (fits_band(a.band, 4, 128)) return run_kept<T, 4, 8, 16, 8, 512>(context, a);
