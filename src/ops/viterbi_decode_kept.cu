@@ -523,7 +523,7 @@ __global__ void __launch_bounds__(streamed_threads, 1) streamed_kernel(Decode a,
   }
   open_cluster(arrived, a.states);
 
-  // A warp reads what the bands of its columns reach.
+  // No more than its band reaches, but as far as those of its neighbours, so that a warp mostly stays together.
   const int warp_state = state & ~31;
   const bool banded = a.band < a.states;
   const int begin = max(part * slice, (max(warp_state - a.band, 0)) & ~3);
@@ -684,8 +684,10 @@ bool run(const Context& context, Decode& a) {
 }  // namespace
 
 bool decode_kept(const Context& context, Decode& a) {
-  const int64_t bytes = a.batch * a.steps * a.states;
-  if (bytes == 0 || bytes > most_kept / 4 || a.step_stride * item_size(a.dtype) > INT32_MAX) return false;
+  const int64_t values = a.batch * a.steps * a.states;
+  if (values == 0 || values > most_kept / 4 || a.step_stride * item_size(a.dtype) > INT32_MAX) return false;
+  // Before memory is asked for.
+  if (a.states > 128 && !has_clusters<streamed_kernel<float, false>>(context)) return false;
   const Buffer kept = context.empty({a.batch, a.steps, a.states}, DType::f32);
   a.kept = kept.as<float>();
   bool done = false;
