@@ -1,5 +1,5 @@
 // paths [B, T]: the best path through the states of log_emissions [B, T, S] under log_transitions, and its score [B].
-// Up to 32 states 8 or 32 lanes own a sequence: scores in registers, moved by shuffles. Else a block does, in shared memory.
+// Up to 16 states 8 or 32 lanes own a sequence, up to 32 three warps, else a block or a cluster (viterbi_decode_kept.cu).
 // The same launch walks back: the state that each came from waits in a workspace, [B, T, S] bytes or 16-bit integers.
 // Bytes: B T S sizeof(T) and the transitions read, B T 8 and B 4 written; the workspace is written and read once more.
 // Numerics: fp32, max(score + transition) + emission: two roundings a step, as the reference has them. NaN never wins.
@@ -11,70 +11,25 @@
 #include <type_traits>
 
 #include "ops.h"
-#include "prequal/dispatch.h"
-#include "prequal/host_device.h"
 #include "prequal/launch.h"
-#include "prequal/vec.cuh"
+#include "viterbi_decode_kept.h"
 
 namespace prequal::ops {
 namespace {
 
+using namespace viterbi;
+
 struct Unit : FileOf<"viterbi_decode"> {};
 
 constexpr int64_t most_states = 2048, most_steps = int64_t{1} << 30;
-constexpr int few_states = 32;         // a warp holds them
-constexpr int few_threads = 32;        // sequences do not wait for each other's blocks
-constexpr int many_threads = 1024;     // of the block that owns a sequence
+constexpr int few_states = 32;      // a warp holds them
+constexpr int few_threads = 32;     // sequences do not wait for each other's blocks
+constexpr int many_threads = 1024;  // of the block that owns a sequence
+// Sequences a multiprocessor up to which a chain is known to be faster: a step of 4 takes 374 cycles, of 5 warps alone 808.
+constexpr int chain_a_multiprocessor = 4;
 constexpr int few_chunk = 4096;        // bytes of origins that a warp walks back over at a time
 constexpr int many_chunk = 32 * 1024;  // of a block: 8 steps of 2,048 states
 constexpr int fixed_shared = 1024;     // what a block has besides: 16 bytes of the kernel
-constexpr unsigned whole_warp = 0xffffffffu;
-constexpr float lowest = -INFINITY;
-
-__device__ __forceinline__ float value_at(const void* from, DType dtype, int64_t place) {
-  if (dtype == DType::f32) return static_cast<const float*>(from)[place];
-  if (dtype == DType::bf16) return to_float(static_cast<const __nv_bfloat16*>(from)[place]);
-  return to_float(static_cast<const __half*>(from)[place]);
-}
-
-// What is added at the first or at the last step.
-struct Ends {
-  const void* at;  // [S], [B, S] or null
-  DType dtype;
-  int64_t batch_stride, state_stride;
-
-  __device__ __forceinline__ float operator()(int64_t sequence, int state) const {
-    return at ? value_at(at, dtype, sequence * batch_stride + state * state_stride) : 0.0f;
-  }
-};
-
-struct Decode {
-  const void* emissions;  // [B, T, S]
-  DType dtype;
-  int64_t batch_stride, step_stride, state_stride;
-  const void* moves;  // [S, S], [B, S, S] or [T, S, S]
-  DType moves_dtype;
-  int64_t sequence_stride, matrix_stride;  // of moves, from sequence to sequence and from step to step; 0: the same
-  int64_t from_stride, to_stride;
-  Ends first, last;
-  const void* lengths;  // [B] or null
-  bool wide;            // int64, else int32
-  int64_t length_stride;
-  int64_t batch;
-  int steps, states, band;
-  int64_t rows;    // of a warp or a sequence in the workspace
-  void* origins;   // [B, rows, S]
-  int64_t* paths;  // [B, T]
-  float* scores;   // [B] or null
-
-  __device__ __forceinline__ int length_of(int64_t sequence) const {
-    if (!lengths) return steps;
-    const int64_t place = sequence * length_stride;
-    const int64_t said =
-        wide ? static_cast<const int64_t*>(lengths)[place] : static_cast<const int32_t*>(lengths)[place];
-    return static_cast<int>(min(max(said, int64_t{0}), static_cast<int64_t>(steps)));
-  }
-};
 
 // ---- up to 32 states ---------------------------------------------------------------------------------------------
 
@@ -91,19 +46,6 @@ struct Few {
   // Whole chunks, and room for what the last round of `ahead` steps writes behind the end.
   static constexpr int64_t rows(int64_t steps) { return (steps + ahead + chunk - 1) / chunk * chunk; }
 };
-
-// A tree: its depth is what a step waits for. fmaxf takes the other one of a NaN.
-template <int N>
-__device__ __forceinline__ float greatest(const float (&value)[N]) {
-  if constexpr (N == 1) {
-    return value[0];
-  } else {
-    float half[N / 2];
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) half[i] = fmaxf(value[i], value[i + N / 2]);
-    return greatest(half);
-  }
-}
 
 template <class T, int States, int Parts>
 __global__ void __launch_bounds__(few_threads) few_kernel(Decode a) {
@@ -250,6 +192,189 @@ void run_few(const Context& context, Decode& a) {
   const Buffer origins = context.empty({blocks, a.rows, Of::row}, DType::u8);
   a.origins = origins.as<void>();
   launch<few_kernel<T, States, Parts>>(context, dim3(static_cast<unsigned>(blocks)), dim3(few_threads), a);
+}
+
+// ---- 17 to 32 states ---------------------------------------------------------------------------------------------
+
+// A warp does nothing but the steps; two follow it a chunk behind, find the origins, and join them to maps: which state at a
+// piece's begin each state at its end came from. Back, one thread goes from piece to piece, then each piece has a thread.
+struct Chain {
+  static constexpr int states = 32, threads = 3 * 32;       // a leader and two followers
+  static constexpr int chunk = 32, pieces = 2, piece = 16;  // steps; a follower has a piece of each chunk
+  static constexpr int ring = 4 * chunk;                    // steps: the leader writes one chunk while another is read
+  static constexpr int ahead = 8;                           // steps that emissions are read before their own
+  static constexpr int maps = 4096 / states;                // that one thread walks over at a time
+  static constexpr int64_t all_pieces(int64_t steps) { return (steps + chunk - 2) / chunk * pieces; }
+};
+
+template <class T>
+__global__ void __launch_bounds__(Chain::threads) chain_kernel(Decode a) {
+  using Of = Chain;
+  constexpr int States = Of::states;
+  __shared__ __align__(16) float scores[Of::ring][States];
+  __shared__ float bests[Of::ring][States];
+  __shared__ __align__(16) uint8_t maps[Of::maps][States];
+  __shared__ int at_the_end;
+  const int64_t sequence = blockIdx.x;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int length = a.length_of(sequence);
+  const int chunks = (max(length, 1) - 1 + Of::chunk - 1) / Of::chunk;
+  const T* emissions = static_cast<const T*>(a.emissions) + sequence * a.batch_stride;
+  uint8_t* origins = static_cast<uint8_t*>(a.origins) + sequence * a.rows * States;  // [T, States], then maps
+  uint8_t* joined = origins + static_cast<int64_t>(a.steps) * States;
+  const auto move_of = [&](int from, int to) {
+    const bool open = from < a.states && to < a.states && abs(from - to) <= a.band;
+    const int64_t place = sequence * a.sequence_stride + from * a.from_stride + to * a.to_stride;
+    return open ? value_at(a.moves, a.moves_dtype, place) : lowest;
+  };
+  if (warp == 0) {
+    const bool real = lane < a.states && length > 0;
+    scores[0][lane] = real ? add(to_float(emissions[lane * a.state_stride]), a.first(sequence, lane)) : lowest;
+  }
+  __syncthreads();
+
+  if (warp == 0) {
+    float move[States];
+#pragma unroll
+    for (int i = 0; i < States; ++i) move[i] = move_of(i, lane);
+    const T* emission = emissions + min(lane, a.states - 1) * a.state_stride;
+    const auto emission_at = [&](int step) { return emission[min(step, length - 1) * a.step_stride]; };
+    T held[Of::ahead];
+    if (length > 1) {
+#pragma unroll
+      for (int i = 0; i < Of::ahead; ++i) held[i] = emission_at(1 + i);
+    }
+    int first = 1;
+#pragma unroll 1
+    for (; first < length; first += Of::ahead) {
+      T next[Of::ahead];
+#pragma unroll
+      for (int i = 0; i < Of::ahead; ++i) next[i] = emission_at(first + Of::ahead + i);
+      // Places in the ring: only the last of a round may be at its begin again.
+      const int begin = (first - 1) % Of::ring, over = (begin + Of::ahead) % Of::ring;
+#pragma unroll
+      for (int i = 0; i < Of::ahead; ++i) {
+        const float4* before = reinterpret_cast<const float4*>(scores[begin + i]);
+        float best = lowest;
+#pragma unroll
+        for (int c = 0; c < States; c += 4) {
+          const float4 from = before[c / 4];
+          const float low = fmaxf(add(from.x, move[c]), add(from.y, move[c + 1]));
+          const float four = fmaxf(low, fmaxf(add(from.z, move[c + 2]), add(from.w, move[c + 3])));
+          best = c == 0 ? four : fmaxf(best, four);
+        }
+        best = fmaxf(best, lowest);
+        const int to = i + 1 < Of::ahead ? begin + i + 1 : over;
+        const float after = add(best, to_float(held[i]));
+        bests[to][lane] = best;
+        if (first + i < length) scores[to][lane] = after;
+        __syncwarp();
+      }
+#pragma unroll
+      for (int i = 0; i < Of::ahead; ++i) held[i] = next[i];
+      if (over % Of::chunk == 0) __syncthreads();  // a chunk is there
+    }
+    if ((first - 1) % Of::chunk != 0) __syncthreads();
+    __syncthreads();  // the followers have the last one
+  } else {
+    const int mine = warp - 1;  // of the pieces of a chunk
+    float move[States];
+#pragma unroll
+    for (int i = 0; i < States; ++i) move[i] = move_of(i, lane);
+    __syncthreads();
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      const int begin = chunk * Of::chunk + mine * Of::piece;
+      int map = lane;
+#pragma unroll 2
+      for (int i = 0; i < Of::piece; ++i) {
+        const int step = begin + 1 + i;
+        const float4* before = reinterpret_cast<const float4*>(scores[(step - 1) % Of::ring]);
+        const float best = bests[step % Of::ring][lane];
+        int origin = 0;
+#pragma unroll
+        for (int c = States - 4; c >= 0; c -= 4) {  // the lowest of equal ones is the last to be seen
+          const float4 from = before[c / 4];
+          origin = add(from.w, move[c + 3]) == best ? c + 3 : origin;
+          origin = add(from.z, move[c + 2]) == best ? c + 2 : origin;
+          origin = add(from.y, move[c + 1]) == best ? c + 1 : origin;
+          origin = add(from.x, move[c]) == best ? c : origin;
+        }
+        origin = best > lowest ? origin : 0;
+        if (step < length) {
+          origins[static_cast<int64_t>(step) * States + lane] = static_cast<uint8_t>(origin);
+        } else {
+          origin = lane;
+        }
+        map = __shfl_sync(whole_warp, map, origin);
+      }
+      joined[(static_cast<int64_t>(chunk) * Of::pieces + mine) * States + lane] = static_cast<uint8_t>(map);
+      __syncthreads();
+    }
+  }
+
+  if (warp == 0) {
+    float best = lowest;
+    if (lane < a.states) {
+      best = fmaxf(add(scores[max(length - 1, 0) % Of::ring][lane], a.last(sequence, lane)), lowest);
+    }
+    int at = lane;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      const float value = __shfl_xor_sync(whole_warp, best, step);
+      const int place = __shfl_xor_sync(whole_warp, at, step);
+      if (value > best || (value == best && place < at)) best = value, at = place;
+    }
+    if (lane == 0) {
+      at_the_end = at;
+      if (a.scores) a.scores[sequence] = length > 0 ? best : 0.0f;
+    }
+  }
+  __syncthreads();
+
+  // From piece to piece: where each ends is the path there.
+  int64_t* path = a.paths + sequence * a.steps;
+  const int pieces = chunks * Of::pieces, last = length - 1;
+  int at = at_the_end;
+#pragma unroll 1
+  for (int end = pieces; end > 0; end -= Of::maps) {
+    const int begin = max(end - Of::maps, 0);
+    __syncthreads();
+    for (int i = threadIdx.x; i < (end - begin) * (States / 16); i += Of::threads) {
+      reinterpret_cast<uint4*>(maps)[i] = reinterpret_cast<const uint4*>(joined)[begin * (States / 16) + i];
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+#pragma unroll 4
+      for (int piece = end - 1; piece >= begin; --piece) {
+        const int first = piece * Of::piece;
+        if (first < last) path[min(first + Of::piece, last)] = at;
+        at = maps[piece - begin][at];
+      }
+    }
+  }
+  if (threadIdx.x == 0 && length > 0) path[0] = at;
+  __syncthreads();
+  for (int piece = threadIdx.x; piece < pieces; piece += Of::threads) {
+    const int first = piece * Of::piece;
+    int step = min(first + Of::piece, last);
+    if (first >= last) continue;
+    int state = static_cast<int>(path[step]);
+#pragma unroll 1
+    for (; step > first + 1; --step) {
+      state = origins[static_cast<int64_t>(step) * States + state];
+      path[step - 1] = state;
+    }
+  }
+  for (int64_t step = length + static_cast<int64_t>(threadIdx.x); step < a.steps; step += Of::threads) path[step] = -1;
+}
+
+template <class T>
+void run_chain(const Context& context, Decode& a) {
+  a.rows = a.steps + Chain::all_pieces(std::max(a.steps, 1));
+  const Buffer origins = context.empty({a.batch, a.rows, Chain::states}, DType::u8);
+  a.origins = origins.as<void>();
+  launch<chain_kernel<T>>(context, dim3(static_cast<unsigned>(a.batch)), dim3(Chain::threads), a);
 }
 
 // ---- more states, and matrices that change from step to step ------------------------------------------------------
@@ -515,11 +640,12 @@ std::tuple<Buffer, Buffer> viterbi_decode(const Context& context, const Tensor& 
     const bool few = states <= few_states && per != Per::step && a.step_stride * item_size(x.dtype) <= INT32_MAX;
     if (few) {
       dispatch(x.dtype, Floats{}, [&]<class T>() {
+        const bool chain = batch <= int64_t{chain_a_multiprocessor} * multiprocessors(context);
         if (states <= 8) return run_few<T, 8, 1>(context, a);
         if (states <= 16) return run_few<T, 16, 2>(context, a);
-        run_few<T, 32, 1>(context, a);
+        chain ? run_chain<T>(context, a) : run_few<T, 32, 1>(context, a);
       });
-    } else {
+    } else if (per == Per::step || !decode_kept(context, a)) {
       const Layout layout = layout_of(a.states, per != Per::step, shared_memory(context).block - fixed_shared);
       if (layout.staged) {
         run_many<float, true>(context, a, layout);

@@ -13,8 +13,8 @@ from prequal.bench.replacement import observe
 from prequal.ops.viterbi_decode import ties
 
 INF, NAN = float("inf"), float("nan")
-# Below, at and past what a group of 8 lanes, a warp and a block hold; 64 and 257: transitions in shared memory or not.
-STATES = [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 64, 257]
+# Below, at and past what a group of 8 lanes, a warp, the registers of a block and those of a cluster hold.
+STATES = [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 128, 129, 257]
 
 
 def normal(device, *shape, of=0, dtype=torch.float32):
@@ -304,20 +304,74 @@ def test_a_long_sequence_is_walked_back_in_pieces(device, states):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("states", [1, 5, 8, 11, 16, 24, 32, 48, 128, 200, 256, 513, 1024, 1025, 2048])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "states", [1, 5, 8, 11, 16, 24, 32, 48, 65, 128, 129, 256, 257, 512, 513, 632, 633, 1024, 1025, 2048]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_width_has_the_answer_of_the_reference(cuda, states, dtype):
     x, moves = normal(cuda, 9, 40, states, dtype=dtype), normal(cuda, states, states)
     lengths = torch.tensor([40, 39, 0, 1, 2, 8, 9, 17, 33], device=cuda)
-    for named in ({}, {"lengths": lengths}, {"band": 3}):
+    # 60 is the widest band whose columns a thread holds; 61 and 200 are past it.
+    for named in ({}, {"lengths": lengths}, {"band": 3}, {"band": 60, "lengths": lengths}, {"band": 61}, {"band": 200}):
         found = prequal.viterbi_decode(x, moves, **named)
         want = prequal.viterbi_decode.op.reference(x, moves, **named)
         assert prequal.viterbi_decode.op.contract.compare(found, want) is None
-    assert prequal.stats()["viterbi_decode"][str(cuda)] == {"fast": 3, "reference": {}}
+    assert prequal.stats()["viterbi_decode"][str(cuda)] == {"fast": 6, "reference": {}}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("states", [8, 16, 32, 100, 300])
+@pytest.mark.parametrize("states", [20, 32, 50, 100, 200, 300, 600])
+@pytest.mark.parametrize("steps", [1, 2, 3, 8, 9, 10, 31, 32, 33, 34, 64, 65, 129, 257])
+def test_every_number_of_steps_has_the_answer_of_the_reference(cuda, states, steps):
+    """At and past rounds, chunks and pieces of steps; of few values, so that ties are many."""
+    x, moves = ties(cuda, 3, steps, states), ties(cuda, states, states)
+    lengths = torch.tensor([steps, steps - 1, steps // 2], device=cuda)
+    for named in ({}, {"lengths": lengths}):
+        found = prequal.viterbi_decode(x, moves, **named)
+        want = prequal.viterbi_decode.op.reference(x, moves, **named)
+        assert prequal.viterbi_decode.op.contract.compare(found, want) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("states", [24, 64, 128, 200, 300, 700])
+@pytest.mark.parametrize("band", [None, 7])
+def test_what_is_not_finite_has_the_answer_of_the_reference(cuda, states, band):
+    x, moves = ties(cuda, 4, 40, states), ties(cuda, states, states)
+    x[0, 3, 1], x[1, 5], x[2, 39], x[3, 0] = NAN, NAN, NAN, -INF
+    x[0, 9, 0], x[1, 20], x[2, 11, states - 1] = INF, -INF, INF
+    moves[0, 1], moves[1, 0], moves[states - 1, 5] = -INF, NAN, INF
+    for matrix in (moves, torch.full_like(moves, -INF), moves.masked_fill(ties(cuda, states, states, of=1) > 0, -INF)):
+        found = prequal.viterbi_decode(x, matrix, band=band)
+        want = prequal.viterbi_decode.op.reference(x, matrix, band=band)
+        assert prequal.viterbi_decode.op.contract.compare(found, want) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("states", [24, 64, 128, 200, 300, 700])
+def test_matrices_of_sequences_and_their_views_have_the_answer_of_the_reference(cuda, states):
+    x = normal(cuda, 3, 30, states + 5)[:, :, 3 : 3 + states]
+    for moves in (ties(cuda, 3, states, states), ties(cuda, 3, states, states + 1).bfloat16()[:, :, 1:]):
+        for matrix in (moves, moves.mT, moves[0], moves[0].t()):
+            found = prequal.viterbi_decode(x, matrix)
+            want = prequal.viterbi_decode.op.reference(x, matrix)
+            assert prequal.viterbi_decode.op.contract.compare(found, want) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("states", [64, 160])
+def test_a_workspace_that_would_be_too_large_is_done_without(cuda, states):
+    """One sequence many times over, up to 2^30 bytes of kept scores and past them: each path is that of the one."""
+    x, moves = ties(cuda, 1, 64, states), ties(cuda, states, states)
+    want = prequal.viterbi_decode.op.reference(x, moves)
+    most = 2**30 // (4 * 64 * states)
+    for batch in (most, most + 1):
+        paths, scores = prequal.viterbi_decode(x.expand(batch, 64, states), moves)
+        assert (paths == want[0]).all()
+        assert (scores == want[1]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("states", [8, 16, 32, 64, 100, 200, 300, 700])
 @pytest.mark.parametrize("steps", [1, 1000])
 def test_there_and_back_is_one_launch(cuda, states, steps):
     x, moves = normal(cuda, 3, steps, states), normal(cuda, states, states)
@@ -327,7 +381,7 @@ def test_there_and_back_is_one_launch(cuda, states, steps):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("states", [16, 40, 300])
+@pytest.mark.parametrize("states", [16, 24, 40, 100, 200, 300, 600])
 def test_a_captured_graph_reads_lengths_when_it_is_replayed(cuda, states):
     """Lengths are not looked at by the host, so a replay has those of its time, longer ones too."""
     steps = 70
@@ -346,7 +400,10 @@ def test_a_captured_graph_reads_lengths_when_it_is_replayed(cuda, states):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("batch", "steps", "states"), [(64, 1024, 16), (10_007, 65, 7), (4099, 33, 16), (300, 70, 64)])
+@pytest.mark.parametrize(
+    ("batch", "steps", "states"),
+    [(64, 1024, 16), (10_007, 65, 7), (4099, 33, 16), (1001, 70, 24), (300, 70, 64), (300, 20, 130)],
+)
 def test_many_sequences_have_the_answer_of_the_reference(cuda, batch, steps, states):
     x, moves = ties(cuda, batch, steps, states), ties(cuda, states, states)
     found, want = prequal.viterbi_decode(x, moves), prequal.viterbi_decode.op.reference(x, moves)
@@ -354,7 +411,7 @@ def test_many_sequences_have_the_answer_of_the_reference(cuda, batch, steps, sta
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("states", [2, 16, 40])
+@pytest.mark.parametrize("states", [2, 16, 24, 40])
 def test_a_million_steps_have_the_answer_of_numpy(cuda, states):
     """The program in NumPy looks at 2^20 steps one after the other; states of few values, so that ties are many."""
     x, moves = ties(cuda, 1, 1 << 20, states), ties(cuda, states, states)
@@ -374,7 +431,7 @@ def test_emissions_beyond_two_to_the_31_values(cuda, states, steps, apart):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("states", [16, 64])
+@pytest.mark.parametrize("states", [16, 24, 64, 200])
 def test_calls_on_two_streams_do_not_share_their_workspace(cuda, states):
     moves = normal(cuda, states, states)
     inputs = [normal(cuda, 50, 200 + i, states) for i in range(4)]

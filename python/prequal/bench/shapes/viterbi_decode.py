@@ -13,7 +13,16 @@ from prequal.bench.cases import Case, Other, Peer
 from prequal.bench.rows import each, normal, short
 from prequal.registry import Cost
 
-SHAPES = ((64, 1024, 16), (1024, 256, 8), (64, 1024, 32), (16, 512, 128), (4, 512, 360), (1, 65_536, 16))  # B, T, S
+# B, T, S
+SHAPES = (
+    (64, 1024, 16),
+    (1024, 256, 8),
+    (64, 1024, 32),
+    (64, 1024, 64),
+    (16, 512, 128),
+    (4, 512, 360),
+    (1, 65_536, 16),
+)
 # One launch a step and more: what takes longer than this many steps is not waited for.
 MOST_STEPS = 4096
 
