@@ -684,6 +684,25 @@ def test_another_layout_is_turned_by_the_models_own_code_and_counted():
         helper(q, k, table, table, unsqueeze_dim=2)
 
 
+def test_tables_that_the_model_broadcasts_are_turned_by_the_models_own_code_and_counted():
+    plain, patched = make(), make()
+    quietly(patched)
+    for positions in ([[3]], [[3], [5]]):
+        prequal.reset_stats()
+        named = {"position_ids": torch.tensor(positions)}
+        torch.testing.assert_close(logits(patched, **named), logits(plain, **named))
+        assert needs("rope") == {"layout"}
+    helper = forwards.rotary(llama.apply_rotary_pos_emb, False)
+    q, k = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16)
+    for shape in ((3, 5, 16), (1, 1, 16), (3, 1, 16)):
+        table = torch.randn(shape)
+        for a, b in zip(helper(q, k, table, table), llama.apply_rotary_pos_emb(q, k, table, table), strict=True):
+            assert torch.equal(a, b)
+    more = torch.randn(1, 6, 16)
+    with pytest.raises(RuntimeError, match="must match"):  # as before the patch: not the first five rows
+        helper(q, k, more, more)
+
+
 def test_a_disabled_op_answers_by_its_reference_and_is_counted():
     model = make()
     quietly(model)

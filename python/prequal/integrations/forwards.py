@@ -29,7 +29,7 @@ NEEDS = {
     ALIKE: "operands of one dtype, shape and device, and no subclass of Tensor: torch promotes, or has other rules",
     BARE: "no hooks on the norm or the activation, and no forward on its instance: a fused call would pass them by",
     SAME: "the norm or the activation that was there when the model was patched",
-    LAYOUT: "q and k of [batch, heads, tokens, D] and tables of [batch, tokens, D]; labels of the hidden states' shape",
+    LAYOUT: "q and k of [batch, heads, tokens, D], a row of the tables a token; labels of the hidden states' shape",
     LOSS: "the causal-LM loss of transformers, of all of the head's classes",
 }
 
@@ -171,13 +171,26 @@ def rotary(original: Forward, exact_rounding: bool) -> Forward:
     """In the place of `apply_rotary_pos_emb`."""
 
     def prequal_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        has_layout = q.dim() == k.dim() == 4 and cos.dim() == sin.dim() == 3 and not (args or kwargs)
+        has_layout = not (args or kwargs) and is_a_row_a_token(q, k, cos, sin)
         if not (has_layout and alike(q, k, cos, sin)):
             detoured("rope", q, ALIKE if has_layout else LAYOUT)
             return original(q, k, cos, sin, *args, **kwargs)
         return rope(q, k, cos, sin, exact_rounding)
 
     return prequal_rotary
+
+
+def is_a_row_a_token(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """The model's code broadcasts its tables: one row may stand for all tokens, and several batches for one."""
+    return (
+        q.dim() == k.dim() == 4
+        and q.shape[0] == k.shape[0]
+        and q.shape[2:] == k.shape[2:]
+        and cos.dim() == 3
+        and cos.shape == sin.shape
+        and cos.shape[1:] == q.shape[2:]
+        and (cos.shape[0] == 1 or cos.shape[0] == q.shape[0])
+    )
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, exact_rounding: bool) -> tuple[Tensor, Tensor]:
