@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import traceback
+import types
 import weakref
 
 import pytest
@@ -535,6 +536,19 @@ def test_a_pickle_whose_class_is_another_now_comes_back_as_it_was(monkeypatch, c
     assert "LlamaRMSNorm is loaded as it was before prequal.patch" in caplog.text
 
 
+def test_a_pickle_whose_class_has_no_rotation_now_comes_back_as_it_was(monkeypatch, caplog):
+    model = make()
+    quietly(model)
+    data = pickle.dumps(model.model.layers[0].self_attn)
+    forward = inspect.unwrap(llama.LlamaAttention.forward)
+    names = {name: value for name, value in forward.__globals__.items() if name != recognise.ROTARY}
+    monkeypatch.setattr(llama.LlamaAttention, "forward", types.FunctionType(forward.__code__, names))
+    with caplog.at_level("WARNING", logger="prequal"):
+        again = pickle.loads(data)
+    assert type(again) is llama.LlamaAttention
+    assert "LlamaAttention is loaded as it was before prequal.patch" in caplog.text
+
+
 def test_a_replica_uses_its_own_weights():
     """DataParallel copies a module's dictionary: a method bound in it would hold the first device's weights."""
     model = make()
@@ -870,6 +884,25 @@ def test_another_rotation_is_left(monkeypatch):
         return q, k
 
     monkeypatch.setattr(llama, "apply_rotary_pos_emb", apply_rotary_pos_emb)
+    report = quietly(make())
+    assert "rope" not in report.ops
+    assert "2 × LlamaAttention: its apply_rotary_pos_emb is no rotation of a form that is known" in str(report)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    ["q, k, sin, cos, unsqueeze_dim=1", "k, q, cos, sin, unsqueeze_dim=1", "q, k, cos, sin, unsqueeze_dim=2"],
+)
+def test_a_rotation_of_the_same_statements_with_another_signature_is_left(tmp_path, monkeypatch, parameters):
+    source = inspect.getsource(inspect.unwrap(llama.apply_rotary_pos_emb))
+    (function,) = ast.parse(source).body
+    function.args = ast.parse(f"def f({parameters}): pass").body[0].args
+    function.decorator_list = []
+    path = tmp_path / "rotation.py"
+    path.write_text(ast.unparse(function))
+    names = {"rotate_half": llama.rotate_half}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    monkeypatch.setattr(llama, "apply_rotary_pos_emb", names["apply_rotary_pos_emb"])
     report = quietly(make())
     assert "rope" not in report.ops
     assert "2 × LlamaAttention: its apply_rotary_pos_emb is no rotation of a form that is known" in str(report)

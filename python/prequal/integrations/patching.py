@@ -105,7 +105,7 @@ def _rewritten_forward(cls: Any, recipe: Recipe) -> Callable[..., Any]:
         assert recipe.activation is not None
         helpers["prequal_gated"] = forwards.gated(recipe.kind, recipe.activation, recipe.exact_rounding)
     if recipe.steps.rotates:
-        original = innermost(cls.forward).__globals__[ROTARY]  # type: ignore[attr-defined]
+        original: Any = innermost(cls.forward).__globals__.get(ROTARY)  # type: ignore[attr-defined]
         check_rotation(original)
         helpers["prequal_rotary"] = forwards.rotary(original, recipe.exact_rounding)
     if recipe.steps.head_loss:

@@ -183,7 +183,16 @@ def check_rotation(function: Any) -> None:
 
 @remembered
 def _is_rotation(function: Function, half: Function) -> bool:
-    return canonical(parsed(function)) == _ROTATION and canonical(parsed(half)) == _ROTATE_HALF
+    # the statements do not say which place is whose, nor which dimension is meant where none is given
+    parameters = inspect.signature(function).parameters
+    dimension = parameters.get("unsqueeze_dim")
+    return (
+        tuple(parameters)[:4] == ("q", "k", "cos", "sin")
+        and dimension is not None
+        and dimension.default == 1
+        and canonical(parsed(function)) == _ROTATION
+        and canonical(parsed(half)) == _ROTATE_HALF
+    )
 
 
 # ---- steps of a forward ----------------------------------------------------------------------------------------------
