@@ -677,6 +677,32 @@ def test_a_norm_that_is_exchanged_later_is_called_and_not_guessed():
     assert needs("fused_add_rms_norm") == needs("swiglu") == {"same_module"}
 
 
+def test_an_activation_of_the_same_class_that_computes_something_else_is_not_taken_for_the_first():
+    plain = make("Gemma")
+    for layer in plain.model.layers:
+        layer.mlp.act_fn = nn.GELU(approximate="tanh")
+    patched = copy.deepcopy(plain)
+    quietly(patched)
+    for model in (plain, patched):
+        model.model.layers[0].mlp.act_fn = nn.GELU()  # exchanged
+        model.model.layers[1].mlp.act_fn.approximate = "none"  # changed
+    x = 3 * torch.randn(5, 64)
+    for one, other in zip(patched.model.layers, plain.model.layers, strict=True):
+        torch.testing.assert_close(one.mlp(x), other.mlp(x))
+    assert needs("geglu") == {"same_module"}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma"])
+def test_a_weight_that_the_norm_broadcasts_is_multiplied_by_the_models_own_code(family):
+    model = make(family)
+    for norm in (model.model.norm, model.model.layers[0].post_attention_layernorm):
+        norm.weight = nn.Parameter(torch.tensor([1.3]))
+    before = logits(model)
+    quietly(model)
+    torch.testing.assert_close(logits(model), before)
+    assert needs("rms_norm") == needs("fused_add_rms_norm") == {"alike"}
+
+
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
 

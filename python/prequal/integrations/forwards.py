@@ -70,7 +70,7 @@ def norm(form: NormForm, original: Forward, exact_rounding: bool) -> Forward:
     """The forward of a norm."""
 
     def normed(self: Any, x: Tensor) -> Tensor:
-        if not alike(x, *_of_one_dtype(form, self)):
+        if not (alike(x, *_of_one_dtype(form, self)) and self.weight.shape == x.shape[-1:]):
             detoured("rms_norm", x, ALIKE)
             return original(self, x)
         eps = getattr(self, form.eps)
@@ -112,7 +112,11 @@ def add_norm(form: NormForm, known: tuple[type, ...], exact_rounding: bool) -> F
             need = SAME
         elif not is_bare(module):
             need = BARE
-        elif not (alike(x, residual, *_of_one_dtype(form, module)) and x.shape == residual.shape):
+        elif not (
+            alike(x, residual, *_of_one_dtype(form, module))
+            and x.shape == residual.shape
+            and module.weight.shape == x.shape[-1:]
+        ):
             need = ALIKE
         else:
             return prequal.fused_add_rms_norm(
@@ -136,7 +140,8 @@ def gated(kind: str, known: type[nn.Module], exact_rounding: bool) -> Forward:
 
     def prequal_gated(activation: nn.Module, projection: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
         need = None
-        if type(activation) is not known:
+        # one class may have several kinds, as torch's GELU has
+        if type(activation) is not known or activation_kind(activation) != kind:
             need = SAME
         elif not is_bare(activation):
             need = BARE
