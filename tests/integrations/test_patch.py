@@ -591,6 +591,18 @@ def test_a_compiled_model_is_one_graph_and_says_the_same(family):
 # ---- hooks, and whoever else changes modules -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_an_exported_model_has_the_ops_and_says_the_same(family):
+    model = make(family)
+    before = logits(model)
+    quietly(model)
+    exported = torch.export.export(model, (), {"input_ids": tokens(), "use_cache": False})
+    names = [str(node.target) for node in exported.graph.nodes]
+    for op, number in {**expected_ops(family), "rms_norm": expected_calls(family)["rms_norm"]}.items():
+        assert names.count(f"prequal.{op}.default") == number
+    torch.testing.assert_close(exported.module()(input_ids=tokens(), use_cache=False).logits, before)
+
+
 def test_hooks_of_every_module_see_what_they_saw():
     """A norm inside of the fused op, an activation inside of the product: with a hook they run by themselves again."""
     model = make()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as _module
 
 import prequal
@@ -22,6 +23,8 @@ from prequal.runtime.reasons import unsupported
 from .recognise import NormForm, Unrecognised, is_causal_loss
 
 Forward = Callable[..., Any]
+# A fake tensor stands for a plain one: torch.export traces with them.
+PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 # Needs of a patched module's calls, besides those of the op itself
 ALIKE, BARE, SAME, LAYOUT, LOSS = "alike", "bare", "same_module", "layout", "loss"
@@ -60,10 +63,7 @@ def is_bare(module: nn.Module) -> bool:
 
 def alike(*tensors: Tensor) -> bool:
     """One dtype and device, else torch promotes or raises; and no subclass: a DTensor has rules of its own for ops."""
-    return all(
-        type(x) in (Tensor, nn.Parameter) and x.dtype == tensors[0].dtype and x.device == tensors[0].device
-        for x in tensors
-    )
+    return all(type(x) in PLAIN and x.dtype == tensors[0].dtype and x.device == tensors[0].device for x in tensors)
 
 
 def norm(form: NormForm, original: Forward, exact_rounding: bool) -> Forward:
