@@ -232,6 +232,15 @@ def test_exact_rounding_keeps_the_bits(family, dtype):
     assert torch.equal(logits(model), before)
 
 
+@every_family
+def test_exact_rounding_keeps_the_bits_of_float64_which_norms_round_to_float32(family):
+    model = make(family, torch.float64)
+    before = logits(model)
+    quietly(model, exact_rounding=True)
+    assert torch.equal(logits(model), before)
+    assert needs("rms_norm") == needs("fused_add_rms_norm") == {"rounds"}
+
+
 def test_autocast_goes_the_way_that_torch_promotes():
     """The stream is float32 and projections are bfloat16: what the ops would not promote, torch does."""
     model = make()
@@ -1095,7 +1104,18 @@ def test_the_head_and_the_loss_are_left_where_nobody_asks_for_them():
     assert type(model) is llama.LlamaForCausalLM
 
 
-def test_another_loss_or_head_goes_the_way_it_went(device):
+def ignoring_zero(folder):
+    """The loss of transformers, which leaves out another label where none is given."""
+    loss = transformers.loss.loss_utils.ForCausalLMLoss
+    path = folder / "loss.py"
+    path.write_text(inspect.getsource(loss).replace("ignore_index: int = -100", "ignore_index: int = 0"))
+    names = dict(loss.__globals__)
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    assert names["ForCausalLMLoss"](torch.zeros(1, 3, 4), torch.zeros(1, 3).long(), 4).isnan()
+    return names["ForCausalLMLoss"]
+
+
+def test_another_loss_or_head_goes_the_way_it_went(device, tmp_path):
     model = make(device=device).train()
     quietly(model, ops=HEAD)
     ids = tokens(device)
@@ -1105,6 +1125,11 @@ def test_another_loss_or_head_goes_the_way_it_went(device):
 
     model.loss_function = half
     assert model(input_ids=ids, labels=ids).logits is not None
+    assert needs("cross_entropy_chunk_") == {forwards.LOSS}
+    prequal.reset_stats()
+    model.loss_function = of_zero = ignoring_zero(tmp_path)
+    ids[0, :3] = 0
+    assert model(input_ids=ids, labels=ids).loss == of_zero(model(input_ids=ids).logits, ids, 64)
     assert needs("cross_entropy_chunk_") == {forwards.LOSS}
     prequal.reset_stats()
     model.lm_head.register_forward_hook(lambda module, args, out: out)

@@ -27,13 +27,14 @@ Forward = Callable[..., Any]
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 # Needs of a patched module's calls, besides those of the op itself
-ALIKE, BARE, SAME, LAYOUT, LOSS = "alike", "bare", "same_module", "layout", "loss"
+ALIKE, BARE, SAME, LAYOUT, LOSS, ROUNDS = "alike", "bare", "same_module", "layout", "loss", "rounds"
 NEEDS = {
     ALIKE: "operands of one dtype, shape and device, and no subclass of Tensor: torch promotes, or has other rules",
     BARE: "no hooks on the norm or the activation, and no forward on its instance: a fused call would pass them by",
     SAME: "the norm or the activation that was there when the model was patched",
     LAYOUT: "q and k of [batch, heads, tokens, D], a row of the tables a token; labels of the hidden states' shape",
     LOSS: "the causal-LM loss of transformers, of all of the head's classes",
+    ROUNDS: "with exact_rounding no float64, which norms of transformers round to float32",
 }
 
 
@@ -72,6 +73,9 @@ def norm(form: NormForm, original: Forward, exact_rounding: bool) -> Forward:
     def normed(self: Any, x: Tensor) -> Tensor:
         if not (alike(x, *_of_one_dtype(form, self)) and self.weight.shape == x.shape[-1:]):
             detoured("rms_norm", x, ALIKE)
+            return original(self, x)
+        if exact_rounding and x.dtype == torch.float64:
+            detoured("rms_norm", x, ROUNDS)
             return original(self, x)
         eps = getattr(self, form.eps)
         # On q as attention wants it, [batch, heads, tokens, D], the rows lie as [batch, tokens, heads, D].
@@ -118,6 +122,8 @@ def add_norm(form: NormForm, known: tuple[type, ...], exact_rounding: bool) -> F
             and module.weight.shape == x.shape[-1:]
         ):
             need = ALIKE
+        elif exact_rounding and x.dtype == torch.float64:
+            need = ROUNDS
         else:
             return prequal.fused_add_rms_norm(
                 x,
