@@ -893,6 +893,9 @@ def test_wrong_names_of_ops_are_errors_with_a_hint():
         prequal.patch(model, ops=[])
     with pytest.raises(TypeError, match=r"exact_rounding: expected a bool, got str"):
         prequal.patch(model, exact_rounding="no")
+    for function in (prequal.patch, prequal.unpatch):
+        with pytest.raises(TypeError, match=r"verbose: expected a bool, got str"):
+            function(model, verbose="no")
     assert type(model.model.norm) is llama.LlamaRMSNorm
 
 
