@@ -367,6 +367,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
     if args.hidden % 8 or (args.hidden > 512 and args.hidden % 512):
         parser.error(f"--hidden: expected a multiple of 8, and of 512 where it is larger, got {args.hidden}")
+    for name in ("json", "plot"):  # before minutes of measuring, not after
+        path = getattr(args, name)
+        if path and not path.parent.is_dir():
+            parser.error(f"--{name}: expected a file in a folder that is there, got {str(path)!r}")
     args.ops = [name.strip() for name in args.ops.split(",")] if args.ops else None
     return args
 

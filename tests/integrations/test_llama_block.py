@@ -101,6 +101,11 @@ def test_what_references_answer_is_not_claimed_to_be_gone(program):
         (["--variants", "fast"], "--variants: expected names out of eager, .*got 'fast'"),
         (["--tokens", "0"], "--tokens: expected at least 1, got 0"),
         (["--hidden", "100"], "--hidden: expected a multiple of 8"),
+        (
+            ["--json", "nowhere/block.json"],
+            "--json: expected a file in a folder that is there, got 'nowhere/block.json'",
+        ),
+        (["--plot", "nowhere/block.png"], "--plot: expected a file in a folder that is there, got 'nowhere/block.png'"),
         (["--device", "tpu"], "--device: expected cuda or cpu, got 'tpu'"),
         (["--ops", "geglu", "--variants", "patched"], "something to replace for geglu, got none in Block"),
     ],

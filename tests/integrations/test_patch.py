@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import traceback
+import types
 import weakref
 
 import pytest
@@ -229,6 +230,15 @@ def test_exact_rounding_keeps_the_bits(family, dtype):
     report = quietly(model, exact_rounding=True)
     assert report.ops == expected_ops(family)
     assert torch.equal(logits(model), before)
+
+
+@every_family
+def test_exact_rounding_keeps_the_bits_of_float64_which_norms_round_to_float32(family):
+    model = make(family, torch.float64)
+    before = logits(model)
+    quietly(model, exact_rounding=True)
+    assert torch.equal(logits(model), before)
+    assert needs("rms_norm") == needs("fused_add_rms_norm") == {"rounds"}
 
 
 def test_autocast_goes_the_way_that_torch_promotes():
@@ -535,6 +545,19 @@ def test_a_pickle_whose_class_is_another_now_comes_back_as_it_was(monkeypatch, c
     assert "LlamaRMSNorm is loaded as it was before prequal.patch" in caplog.text
 
 
+def test_a_pickle_whose_class_has_no_rotation_now_comes_back_as_it_was(monkeypatch, caplog):
+    model = make()
+    quietly(model)
+    data = pickle.dumps(model.model.layers[0].self_attn)
+    forward = inspect.unwrap(llama.LlamaAttention.forward)
+    names = {name: value for name, value in forward.__globals__.items() if name != recognise.ROTARY}
+    monkeypatch.setattr(llama.LlamaAttention, "forward", types.FunctionType(forward.__code__, names))
+    with caplog.at_level("WARNING", logger="prequal"):
+        again = pickle.loads(data)
+    assert type(again) is llama.LlamaAttention
+    assert "LlamaAttention is loaded as it was before prequal.patch" in caplog.text
+
+
 def test_a_replica_uses_its_own_weights():
     """DataParallel copies a module's dictionary: a method bound in it would hold the first device's weights."""
     model = make()
@@ -575,6 +598,18 @@ def test_a_compiled_model_is_one_graph_and_says_the_same(family):
 
 
 # ---- hooks, and whoever else changes modules -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_an_exported_model_has_the_ops_and_says_the_same(family):
+    model = make(family)
+    before = logits(model)
+    quietly(model)
+    exported = torch.export.export(model, (), {"input_ids": tokens(), "use_cache": False})
+    names = [str(node.target) for node in exported.graph.nodes]
+    for op, number in {**expected_ops(family), "rms_norm": expected_calls(family)["rms_norm"]}.items():
+        assert names.count(f"prequal.{op}.default") == number
+    torch.testing.assert_close(exported.module()(input_ids=tokens(), use_cache=False).logits, before)
 
 
 def test_hooks_of_every_module_see_what_they_saw():
@@ -663,6 +698,32 @@ def test_a_norm_that_is_exchanged_later_is_called_and_not_guessed():
     assert needs("fused_add_rms_norm") == needs("swiglu") == {"same_module"}
 
 
+def test_an_activation_of_the_same_class_that_computes_something_else_is_not_taken_for_the_first():
+    plain = make("Gemma")
+    for layer in plain.model.layers:
+        layer.mlp.act_fn = nn.GELU(approximate="tanh")
+    patched = copy.deepcopy(plain)
+    quietly(patched)
+    for model in (plain, patched):
+        model.model.layers[0].mlp.act_fn = nn.GELU()  # exchanged
+        model.model.layers[1].mlp.act_fn.approximate = "none"  # changed
+    x = 3 * torch.randn(5, 64)
+    for one, other in zip(patched.model.layers, plain.model.layers, strict=True):
+        torch.testing.assert_close(one.mlp(x), other.mlp(x))
+    assert needs("geglu") == {"same_module"}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma"])
+def test_a_weight_that_the_norm_broadcasts_is_multiplied_by_the_models_own_code(family):
+    model = make(family)
+    for norm in (model.model.norm, model.model.layers[0].post_attention_layernorm):
+        norm.weight = nn.Parameter(torch.tensor([1.3]))
+    before = logits(model)
+    quietly(model)
+    torch.testing.assert_close(logits(model), before)
+    assert needs("rms_norm") == needs("fused_add_rms_norm") == {"alike"}
+
+
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
 
@@ -682,6 +743,25 @@ def test_another_layout_is_turned_by_the_models_own_code_and_counted():
     assert needs("rope") == {"layout"}
     with prequal.strict(), pytest.raises(prequal.FallbackError, match="unsupported_input:layout"):
         helper(q, k, table, table, unsqueeze_dim=2)
+
+
+def test_tables_that_the_model_broadcasts_are_turned_by_the_models_own_code_and_counted():
+    plain, patched = make(), make()
+    quietly(patched)
+    for positions in ([[3]], [[3], [5]]):
+        prequal.reset_stats()
+        named = {"position_ids": torch.tensor(positions)}
+        torch.testing.assert_close(logits(patched, **named), logits(plain, **named))
+        assert needs("rope") == {"layout"}
+    helper = forwards.rotary(llama.apply_rotary_pos_emb, False)
+    q, k = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16)
+    for shape in ((3, 5, 16), (1, 1, 16), (3, 1, 16)):
+        table = torch.randn(shape)
+        for a, b in zip(helper(q, k, table, table), llama.apply_rotary_pos_emb(q, k, table, table), strict=True):
+            assert torch.equal(a, b)
+    more = torch.randn(1, 6, 16)
+    with pytest.raises(RuntimeError, match="must match"):  # as before the patch: not the first five rows
+        helper(q, k, more, more)
 
 
 def test_a_disabled_op_answers_by_its_reference_and_is_counted():
@@ -813,6 +893,9 @@ def test_wrong_names_of_ops_are_errors_with_a_hint():
         prequal.patch(model, ops=[])
     with pytest.raises(TypeError, match=r"exact_rounding: expected a bool, got str"):
         prequal.patch(model, exact_rounding="no")
+    for function in (prequal.patch, prequal.unpatch):
+        with pytest.raises(TypeError, match=r"verbose: expected a bool, got str"):
+            function(model, verbose="no")
     assert type(model.model.norm) is llama.LlamaRMSNorm
 
 
@@ -851,6 +934,25 @@ def test_another_rotation_is_left(monkeypatch):
         return q, k
 
     monkeypatch.setattr(llama, "apply_rotary_pos_emb", apply_rotary_pos_emb)
+    report = quietly(make())
+    assert "rope" not in report.ops
+    assert "2 × LlamaAttention: its apply_rotary_pos_emb is no rotation of a form that is known" in str(report)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    ["q, k, sin, cos, unsqueeze_dim=1", "k, q, cos, sin, unsqueeze_dim=1", "q, k, cos, sin, unsqueeze_dim=2"],
+)
+def test_a_rotation_of_the_same_statements_with_another_signature_is_left(tmp_path, monkeypatch, parameters):
+    source = inspect.getsource(inspect.unwrap(llama.apply_rotary_pos_emb))
+    (function,) = ast.parse(source).body
+    function.args = ast.parse(f"def f({parameters}): pass").body[0].args
+    function.decorator_list = []
+    path = tmp_path / "rotation.py"
+    path.write_text(ast.unparse(function))
+    names = {"rotate_half": llama.rotate_half}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    monkeypatch.setattr(llama, "apply_rotary_pos_emb", names["apply_rotary_pos_emb"])
     report = quietly(make())
     assert "rope" not in report.ops
     assert "2 × LlamaAttention: its apply_rotary_pos_emb is no rotation of a form that is known" in str(report)
@@ -1005,7 +1107,18 @@ def test_the_head_and_the_loss_are_left_where_nobody_asks_for_them():
     assert type(model) is llama.LlamaForCausalLM
 
 
-def test_another_loss_or_head_goes_the_way_it_went(device):
+def ignoring_zero(folder):
+    """The loss of transformers, which leaves out another label where none is given."""
+    loss = transformers.loss.loss_utils.ForCausalLMLoss
+    path = folder / "loss.py"
+    path.write_text(inspect.getsource(loss).replace("ignore_index: int = -100", "ignore_index: int = 0"))
+    names = dict(loss.__globals__)
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    assert names["ForCausalLMLoss"](torch.zeros(1, 3, 4), torch.zeros(1, 3).long(), 4).isnan()
+    return names["ForCausalLMLoss"]
+
+
+def test_another_loss_or_head_goes_the_way_it_went(device, tmp_path):
     model = make(device=device).train()
     quietly(model, ops=HEAD)
     ids = tokens(device)
@@ -1015,6 +1128,11 @@ def test_another_loss_or_head_goes_the_way_it_went(device):
 
     model.loss_function = half
     assert model(input_ids=ids, labels=ids).logits is not None
+    assert needs("cross_entropy_chunk_") == {forwards.LOSS}
+    prequal.reset_stats()
+    model.loss_function = of_zero = ignoring_zero(tmp_path)
+    ids[0, :3] = 0
+    assert model(input_ids=ids, labels=ids).loss == of_zero(model(input_ids=ids).logits, ids, 64)
     assert needs("cross_entropy_chunk_") == {forwards.LOSS}
     prequal.reset_stats()
     model.lm_head.register_forward_hook(lambda module, args, out: out)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as _module
 
 import prequal
@@ -22,15 +23,18 @@ from prequal.runtime.reasons import unsupported
 from .recognise import NormForm, Unrecognised, is_causal_loss
 
 Forward = Callable[..., Any]
+# A fake tensor stands for a plain one: torch.export traces with them.
+PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 # Needs of a patched module's calls, besides those of the op itself
-ALIKE, BARE, SAME, LAYOUT, LOSS = "alike", "bare", "same_module", "layout", "loss"
+ALIKE, BARE, SAME, LAYOUT, LOSS, ROUNDS = "alike", "bare", "same_module", "layout", "loss", "rounds"
 NEEDS = {
     ALIKE: "operands of one dtype, shape and device, and no subclass of Tensor: torch promotes, or has other rules",
     BARE: "no hooks on the norm or the activation, and no forward on its instance: a fused call would pass them by",
     SAME: "the norm or the activation that was there when the model was patched",
-    LAYOUT: "q and k of [batch, heads, tokens, D] and tables of [batch, tokens, D]; labels of the hidden states' shape",
+    LAYOUT: "q and k of [batch, heads, tokens, D], a row of the tables a token; labels of the hidden states' shape",
     LOSS: "the causal-LM loss of transformers, of all of the head's classes",
+    ROUNDS: "with exact_rounding no float64, which norms of transformers round to float32",
 }
 
 
@@ -60,18 +64,18 @@ def is_bare(module: nn.Module) -> bool:
 
 def alike(*tensors: Tensor) -> bool:
     """One dtype and device, else torch promotes or raises; and no subclass: a DTensor has rules of its own for ops."""
-    return all(
-        type(x) in (Tensor, nn.Parameter) and x.dtype == tensors[0].dtype and x.device == tensors[0].device
-        for x in tensors
-    )
+    return all(type(x) in PLAIN and x.dtype == tensors[0].dtype and x.device == tensors[0].device for x in tensors)
 
 
 def norm(form: NormForm, original: Forward, exact_rounding: bool) -> Forward:
     """The forward of a norm."""
 
     def normed(self: Any, x: Tensor) -> Tensor:
-        if not alike(x, *_of_one_dtype(form, self)):
+        if not (alike(x, *_of_one_dtype(form, self)) and self.weight.shape == x.shape[-1:]):
             detoured("rms_norm", x, ALIKE)
+            return original(self, x)
+        if exact_rounding and x.dtype == torch.float64:
+            detoured("rms_norm", x, ROUNDS)
             return original(self, x)
         eps = getattr(self, form.eps)
         # On q as attention wants it, [batch, heads, tokens, D], the rows lie as [batch, tokens, heads, D].
@@ -112,8 +116,14 @@ def add_norm(form: NormForm, known: tuple[type, ...], exact_rounding: bool) -> F
             need = SAME
         elif not is_bare(module):
             need = BARE
-        elif not (alike(x, residual, *_of_one_dtype(form, module)) and x.shape == residual.shape):
+        elif not (
+            alike(x, residual, *_of_one_dtype(form, module))
+            and x.shape == residual.shape
+            and module.weight.shape == x.shape[-1:]
+        ):
             need = ALIKE
+        elif exact_rounding and x.dtype == torch.float64:
+            need = ROUNDS
         else:
             return prequal.fused_add_rms_norm(
                 x,
@@ -136,7 +146,8 @@ def gated(kind: str, known: type[nn.Module], exact_rounding: bool) -> Forward:
 
     def prequal_gated(activation: nn.Module, projection: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
         need = None
-        if type(activation) is not known:
+        # one class may have several kinds, as torch's GELU has
+        if type(activation) is not known or activation_kind(activation) != kind:
             need = SAME
         elif not is_bare(activation):
             need = BARE
@@ -171,13 +182,26 @@ def rotary(original: Forward, exact_rounding: bool) -> Forward:
     """In the place of `apply_rotary_pos_emb`."""
 
     def prequal_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        has_layout = q.dim() == k.dim() == 4 and cos.dim() == sin.dim() == 3 and not (args or kwargs)
+        has_layout = not (args or kwargs) and is_a_row_a_token(q, k, cos, sin)
         if not (has_layout and alike(q, k, cos, sin)):
             detoured("rope", q, ALIKE if has_layout else LAYOUT)
             return original(q, k, cos, sin, *args, **kwargs)
         return rope(q, k, cos, sin, exact_rounding)
 
     return prequal_rotary
+
+
+def is_a_row_a_token(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """The model's code broadcasts its tables: one row may stand for all tokens, and several batches for one."""
+    return (
+        q.dim() == k.dim() == 4
+        and q.shape[0] == k.shape[0]
+        and q.shape[2:] == k.shape[2:]
+        and cos.dim() == 3
+        and cos.shape == sin.shape
+        and cos.shape[1:] == q.shape[2:]
+        and (cos.shape[0] == 1 or cos.shape[0] == q.shape[0])
+    )
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, exact_rounding: bool) -> tuple[Tensor, Tensor]:

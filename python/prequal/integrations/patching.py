@@ -105,7 +105,7 @@ def _rewritten_forward(cls: Any, recipe: Recipe) -> Callable[..., Any]:
         assert recipe.activation is not None
         helpers["prequal_gated"] = forwards.gated(recipe.kind, recipe.activation, recipe.exact_rounding)
     if recipe.steps.rotates:
-        original = innermost(cls.forward).__globals__[ROTARY]  # type: ignore[attr-defined]
+        original: Any = innermost(cls.forward).__globals__.get(ROTARY)  # type: ignore[attr-defined]
         check_rotation(original)
         helpers["prequal_rotary"] = forwards.rotary(original, recipe.exact_rounding)
     if recipe.steps.head_loss:
@@ -332,11 +332,12 @@ def patch(
         which modules have which op now, and which were left, and why.
 
     Raises:
-        TypeError: model is no torch.nn.Module, or ops is a text.
+        TypeError: model is no torch.nn.Module, ops is a text, or exact_rounding or verbose is no bool.
         ValueError: an unknown name in ops; nothing in the model is of a form that is known. Nothing is changed then.
     """
     _check_model("patch", model)
     is_bool("exact_rounding", exact_rounding)
+    is_bool("verbose", verbose)
     wanted = _wanted(ops)
     plans = [(name, module, _plan(module, wanted, exact_rounding)) for name, module in model.named_modules()]
     entries = [(Entry(name, plan.cls.__name__, plan.ops, plan.reason)) for name, _, plan in plans]
@@ -369,9 +370,10 @@ def unpatch(model: nn.Module, *, verbose: bool = False) -> PatchReport:
         which modules were restored; left are those that could not be, because something was put over the patch.
 
     Raises:
-        TypeError: model is no torch.nn.Module.
+        TypeError: model is no torch.nn.Module, or verbose is no bool.
     """
     _check_model("unpatch", model)
+    is_bool("verbose", verbose)
     replaced, left = [], []
     for name, module in model.named_modules():
         cls = type(module)

@@ -183,7 +183,16 @@ def check_rotation(function: Any) -> None:
 
 @remembered
 def _is_rotation(function: Function, half: Function) -> bool:
-    return canonical(parsed(function)) == _ROTATION and canonical(parsed(half)) == _ROTATE_HALF
+    # the statements do not say which place is whose, nor which dimension is meant where none is given
+    parameters = inspect.signature(function).parameters
+    dimension = parameters.get("unsqueeze_dim")
+    return (
+        tuple(parameters)[:4] == ("q", "k", "cos", "sin")
+        and dimension is not None
+        and dimension.default == 1
+        and canonical(parsed(function)) == _ROTATION
+        and canonical(parsed(half)) == _ROTATE_HALF
+    )
 
 
 # ---- steps of a forward ----------------------------------------------------------------------------------------------
@@ -456,7 +465,19 @@ def is_causal_loss(function: Any) -> bool:
 @remembered
 def _is_causal_loss(function: Any) -> bool:
     inner: Any = getattr(function, "__globals__", {}).get("fixed_cross_entropy")
-    return canonical(parsed(function)) == _CAUSAL_LOSS and canonical(parsed(inner)) == _FIXED_CROSS_ENTROPY
+    return (
+        _signature(function) == ("logits", "labels", "vocab_size", -100)
+        and _signature(inner) == ("source", "target", "num_items_in_batch", -100)
+        and canonical(parsed(function)) == _CAUSAL_LOSS
+        and canonical(parsed(inner)) == _FIXED_CROSS_ENTROPY
+    )
+
+
+def _signature(function: Function) -> tuple[Any, ...]:
+    """What the statements do not say: whose the first three places are, and which label is left out by default."""
+    parameters = inspect.signature(function).parameters
+    ignored = parameters.get("ignore_index")
+    return (*list(parameters)[:3], None if ignored is None else ignored.default)
 
 
 class _Products(ast.NodeTransformer):
