@@ -405,7 +405,8 @@ class Op:
         sys.modules[home.__name__] = home
         self._globals: dict[str, Any] = home.__dict__
         self._globals |= {
-            "is_tracing": torch.compiler.is_dynamo_compiling,  # other tracers are dispatch modes
+            "is_tracing": torch.compiler.is_dynamo_compiling,
+            "jit_tracing": torch._C._get_tracing_state,  # torch.jit.trace; other tracers are dispatch modes
             "packet": self.packet,
             "native": state.absent,
             "elsewhere": self._elsewhere,
@@ -430,7 +431,7 @@ class Op:
 
         source = (
             f"def {self.name}({', '.join(declared)}):\n"
-            f"    if is_tracing():\n"
+            f"    if is_tracing() or jit_tracing() is not None:\n"
             f"        {answer(f'packet({values_by_name})')}\n"
             f"    try:\n"
             f"        out = native({values})\n"

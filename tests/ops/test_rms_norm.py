@@ -223,3 +223,10 @@ def test_the_declared_cost_is_what_is_read_and_written():
     op = prequal.rms_norm.op
     assert op.cost_of(op.bind((x,))) == Cost(2 * 120, 180)
     assert op.cost_of(op.bind((x, weight))) == Cost(2 * 120 + 40, 240)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_a_trace_of_torchscript_computes_and_does_not_remember(device):
+    x, other, weight = (torch.randn(*shape, device=device) for shape in ((3, 64), (3, 64), (64,)))
+    traced = torch.jit.trace(lambda x, weight: prequal.rms_norm(x, weight) + 1, (x, weight))
+    torch.testing.assert_close(traced(other, weight), prequal.rms_norm(other, weight) + 1)

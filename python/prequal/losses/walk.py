@@ -34,8 +34,6 @@ class Gradients:
     weight_scale: float = 1.0  # the weight's is larger than `factor` says by this
 
 
-
-
 def wide_product(out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
     """``out = beta out + a @ b``, out in float32 and a and b in a half, without rounding in between."""
     if a.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out"):  # torch 2.9 and later
