@@ -226,6 +226,37 @@ def test_a_plan_has_every_edge_once_in_both_orders(device, dtype):
     assert plan.t_longest == int(plan.t_row_ptr.diff().max())
 
 
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize("hub", [0, 600])
+def test_edges_that_come_in_order_have_the_bits_of_those_that_are_sorted(device, reduce, hub):
+    edge_index, x = random_graph(device, 40, 1700, hub=hub), features(device, 40, 32).requires_grad_()
+    weight = weights_of(device, 1700).requires_grad_()
+    plan = GraphPlan(edge_index, 40)
+    order = plan.edge.long()
+    in_order, its_weight = GraphPlan(edge_index[:, order], 40), weight.detach()[order].requires_grad_()
+    assert (plan.in_order, in_order.in_order) == (False, True)
+    got = prequal.message_passing(x, in_order, edge_weight=its_weight, reduce=reduce)
+    want = prequal.message_passing(x, plan, edge_weight=weight, reduce=reduce)
+    assert torch.equal(got, want)
+    grad = features(device, 40, 32, seed=1)
+    dx, dweight = torch.autograd.grad(got, (x, its_weight), grad)
+    want_dx, want_dweight = torch.autograd.grad(want, (x, weight), grad)
+    # the transpose has them in another order
+    torch.testing.assert_close(dx, want_dx, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(dweight, want_dweight[order], rtol=1e-5, atol=1e-3)
+
+
+def test_arguments_of_edges_in_order_are_their_places(device):
+    edge_index = torch.tensor([[2, 0, 1, 0], [0, 0, 2, 2]], device=device)
+    plan = GraphPlan(edge_index, 3)
+    assert plan.in_order
+    y, arg = prequal.message_passing(
+        torch.tensor([[1.0], [5.0], [3.0]], device=device), plan, reduce="max", return_arg=True
+    )
+    assert y.tolist() == [[3.0], [0.0], [5.0]]
+    assert arg.tolist() == [[0], [-1], [2]]
+
+
 def test_degree_bins_count_every_node(device):
     plan = GraphPlan(torch.tensor([[0] * 9, [1, 2, 2, 3, 3, 3, 3, 3, 4]], device=device), 6)
     bins = plan.degree_bins()
@@ -295,6 +326,9 @@ def test_copies_and_pickles_are_built_anew(device):
         (torch.zeros(3, 2, dtype=torch.int64), 1, ValueError, r"edge_index: expected shape \[2, E\], got \[3, 2\]"),
         (torch.tensor([[0], [4]]), 4, ValueError, r"edge_index: expected nodes in 0 to 3, got 4 to 4"),
         (torch.tensor([[-1], [0]]), 4, ValueError, r"edge_index: expected nodes in 0 to 3, got -1 to -1"),
+        (torch.tensor([[0, 1], [3, 9]]), 4, ValueError, r"edge_index: expected nodes in 0 to 3, got 3 to 9"),
+        # 1 in the 32 bits that the plan keeps
+        (torch.tensor([[2**32 + 1], [0]]), 4, ValueError, r"expected nodes in 0 to 3, got 4294967297 to 4294967297"),
         (torch.tensor([[0], [0]]), -1, ValueError, r"num_nodes: expected 0 to "),
         (torch.tensor([[0], [0]]), 1.5, TypeError, r"num_nodes: expected an int, got float"),
     ],

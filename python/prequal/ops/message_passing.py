@@ -31,8 +31,9 @@ def sorted_by(key: Tensor, other: Tensor, rows: int, dtype: torch.dtype) -> tupl
     A key that is `rows` or more is no row's. No host sync, and no atomics.
     """
     found, order = key.sort(stable=True)
-    row_ptr = torch.searchsorted(found, torch.arange(rows + 1, device=key.device, dtype=key.dtype))
-    return row_ptr.to(dtype), other[order].to(dtype), order.to(dtype)
+    starts = torch.arange(rows + 1, device=key.device, dtype=key.dtype)
+    row_ptr = torch.searchsorted(found, starts, out_int32=dtype == torch.int32)
+    return row_ptr, other[order].to(dtype), order.to(dtype)
 
 
 def edges_of(row_ptr: Tensor, column: Tensor, edge: Tensor | None, columns: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -726,9 +727,10 @@ def by_plan(
         raise ValueError(f"return_arg: expected reduce 'max' or 'min', got {reduce!r}")
     inputs = [value for value in (x, previous, edge_weight) if isinstance(value, Tensor)]
     learns = torch.is_grad_enabled() and any(value.requires_grad for value in inputs)
+    edge = None if plan.in_order else plan.edge
     y, arg, _ = message_passing_csr(
         x,
-        *(plan.row_ptr, plan.column, plan.edge, edge_weight, plan.t_row_ptr, plan.t_column, plan.t_edge, previous),
+        *(plan.row_ptr, plan.column, edge, edge_weight, plan.t_row_ptr, plan.t_column, plan.t_edge, previous),
         reduce=reduce,
         keep=bool(return_arg or learns),
         longest=plan.longest,
