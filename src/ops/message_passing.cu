@@ -1,6 +1,7 @@
 // y[i, f] = reduce over edges e of row i of w[e] x[column[e], f]. x [M, F], from column M on previous [P, F] -> y [N, F]
-// A warp owns a row and a tile of its columns: teams of 4 to 32 lanes take its edges by turns, four rows of x on their way
-// each. Rows longer than `long_row` are cut at multiples of `chunk`, a warp a piece; then a block adds them up.
+// A team of 4 to 32 lanes takes a row and a tile of its columns, 4 or 8 rows of x on their way; of few rows all teams of a
+// warp take one, its edges by turns. Rows longer than `long_row` are cut at multiples of `chunk`, a warp a piece; then a
+// block adds them up. Backward, the walk that gathers gradients for x takes the dot products for the weights, too.
 // Bytes: E F sizeof(T) gathered, mostly from L2, M F sizeof(T) of them from memory, N F sizeof(T) written, E 4 of indices.
 // Numerics: fp32, each team in the order of its edges, teams and pieces in a fixed order. No atomics.
 #include <algorithm>
@@ -22,18 +23,35 @@ namespace {
 
 struct Unit : FileOf<"message_passing"> {};
 
-// None of these is chosen by a measurement yet.
-constexpr int threads = 256;
-constexpr int ahead = 4;  // rows of x that a team has on their way
-constexpr int smallest_team = ahead;
+constexpr int threads = 64;          // 256: sums 2 to 10 % slower on uniform graphs, 2 % faster by a power law
+constexpr int combining = 256;       // threads that add up a long row's pieces
 constexpr int chunk = 128;           // edges of a piece of a long row
 constexpr int long_row = 2 * chunk;  // above it a row is cut: a piece then never meets more than two long rows
+constexpr int64_t few_rows = int64_t{1} << 14;  // below it a warp has one row: 2,000 of 50 edges 8.9 for 13.4 us
 constexpr int64_t widest_row = int64_t{1} << 20;
 constexpr int64_t most_edges = 0xffffffff;  // places in a row are kept in 32 bits
 constexpr unsigned whole_warp = 0xffffffffu, nowhere = 0xffffffffu;
 
 // What an edge gives to its row. The last three are gradients: rows are those of x, what is gathered is grad's.
 enum class Kind { sum, extreme, softmax, pull_sum, pull_extreme, pull_softmax };
+
+constexpr bool is_sum(Kind kind) { return kind == Kind::sum || kind == Kind::pull_sum; }
+
+// Rows of x that a team has on their way. Sums of float32 are 2 to 11 % faster by 8; others, and halves, then hold fewer warps
+// and are 2 to 65 % slower (20,000 nodes and more).
+constexpr int ahead = 4;
+template <class T, Kind kind>
+constexpr int ahead_of = is_sum(kind) && sizeof(T) == 4 ? 2 * ahead : ahead;
+
+// Blocks that a multiprocessor is to have room for; 0 leaves it to the compiler, which would put a softmax of halves, a value
+// at a time, into 32 registers and spill two.
+template <class T, bool Words, Kind kind>
+constexpr int resident = kind == Kind::softmax && sizeof(T) == 2 && !Words ? 8 : 0;
+
+// By a power law, 100,000 nodes of 20 edges (256 threads, 4 rows ahead): sums 108 to 103 us, gradients of both 171 to 143;
+// but max 157 to 173, softmax 216 to 270.
+template <Kind kind>
+constexpr bool has_rows_beside_pieces = is_sum(kind);
 
 // Rows of edges. Nothing in them is trusted: what points outside is left out. Numbers are compared unsigned, so that one
 // comparison finds those below 0, too; the bounds are at most what an index can say.
@@ -57,12 +75,12 @@ struct Csr {
   }
   // `nobody` where there is no such column.
   __device__ __forceinline__ Place column_at(Place place) const {
-    const auto found = static_cast<Place>(column[place]);
+    const auto found = static_cast<Place>(__ldcs(column + place));
     return found < columns ? found : nobody;
   }
   // `nobody` where there is no such edge.
   __device__ __forceinline__ Place edge_at(Place place) const {
-    const Place found = edge ? static_cast<Place>(edge[place]) : place;
+    const Place found = edge ? static_cast<Place>(__ldcs(edge + place)) : place;
     return found < edges ? found : nobody;
   }
   // The last row that begins at this place or before; in a sorted row_ptr that is the one that has it.
@@ -183,6 +201,11 @@ struct State<Kind::extreme, N> {
 #pragma unroll
     for (int i = 0; i < N; ++i) best[i] = 0.0f, at[i] = nowhere;
   }
+  // A place behind all that were met: `first` where there were none, in whatever column.
+  __device__ __forceinline__ void follow(int i, float value, unsigned place, bool first) {
+    if (first || (!(value <= best[i]) && !isnan(best[i]))) best[i] = value, at[i] = place;
+  }
+  // Any place.
   __device__ __forceinline__ void meet(int i, float value, unsigned place) {
     const bool both = isnan(value) && isnan(best[i]);
     const bool greater = value > best[i] || (isnan(value) && !isnan(best[i]));
@@ -229,12 +252,15 @@ struct State<Kind::softmax, N> {
   }
 };
 
-// What `ahead` edges hand on: the node that is gathered (nobody: none), the weight, the edge. Gradients know it by number.
-template <class Index>
+// What `Ahead` edges hand on: the node that is gathered (nobody: none), the weight, the edge. Gradients know it by number.
+template <class T, class Index, int Ahead>
 struct Edges {
-  typename Csr<Index>::Place from[ahead], edge[ahead];
-  float weight[ahead];
-  unsigned place[ahead];
+  typename Csr<Index>::Place from[Ahead], edge[Ahead];
+  const T* at[Ahead];
+  float weight[Ahead];
+  unsigned place[Ahead];
+
+  __device__ __forceinline__ bool there(int n) const { return at[n] != nullptr; }
 };
 
 // N values of [columns, width] that belong to those of a lane: whole words where its row is made of whole words.
@@ -284,51 +310,50 @@ __device__ __forceinline__ void pulled(const Work<T, Index>& work, typename Csr<
   }
 }
 
-// Takes `ahead` edges up into state. Of gradients, dots[n]: what edge n adds to its weight's, of this lane's columns.
-template <class T, class Index, bool Words, Kind kind>
+// Takes `Ahead` edges up into state. Of gradients, dots[n]: what edge n adds to its weight's, of this lane's columns.
+template <int Ahead, class T, class Index, bool Words, Kind kind>
 __device__ __forceinline__ void take(const Work<T, Index>& work, State<kind, Access<T, Words>::values>& state,
-                                     const Edges<Index>& edges, const typename Access<T, Words>::Held& own, int column,
-                                     float (&dots)[ahead]) {
+                                     const Edges<T, Index, Ahead>& edges, const typename Access<T, Words>::Held& own,
+                                     int column, float (&dots)[Ahead]) {
   using Of = Access<T, Words>;
   constexpr auto nobody = Csr<Index>::nobody;
-  typename Of::Held held[ahead];
+  typename Of::Held held[Ahead];
 #pragma unroll
-  for (int n = 0; n < ahead; ++n) {
-    const bool there = edges.from[n] != nobody && column < work.width;
-    held[n] = there ? Of::read(work.gathered(edges.from[n]) + column) : Of::none();
+  for (int n = 0; n < Ahead; ++n) {
+    held[n] = edges.at[n] && column < work.width ? Of::read(edges.at[n] + column) : Of::none();
   }
 
   if constexpr (kind == Kind::softmax) {
 #pragma unroll
     for (int i = 0; i < Of::values; ++i) {
-      float message[ahead], higher = state.top[i];
+      float message[Ahead], higher = state.top[i];
 #pragma unroll
-      for (int n = 0; n < ahead; ++n) {
+      for (int n = 0; n < Ahead; ++n) {
         message[n] = edges.weight[n] * Of::value(held[n], i);
-        if (edges.from[n] != nobody) higher = fmaxf(higher, message[n]);
+        if (edges.there(n)) higher = fmaxf(higher, message[n]);
       }
       state.rescale(i, higher);
 #pragma unroll
-      for (int n = 0; n < ahead; ++n) {
-        const float part = edges.from[n] != nobody ? __expf(message[n] - higher) : 0.0f;
+      for (int n = 0; n < Ahead; ++n) {
+        const float part = edges.there(n) ? __expf(message[n] - higher) : 0.0f;
         state.exponentials[i] += part, state.total[i] += part * message[n];
       }
     }
   } else {
 #pragma unroll
-    for (int n = 0; n < ahead; ++n) {
+    for (int n = 0; n < Ahead; ++n) {
       dots[n] = 0.0f;
       if constexpr (kind == Kind::sum) {  // nobody's row is zeros, and so is its weight
 #pragma unroll
         for (int i = 0; i < Of::values; ++i) state.total[i] += edges.weight[n] * Of::value(held[n], i);
         continue;
       }
-      if (edges.from[n] == nobody || column >= work.width) continue;
+      if (!edges.there(n) || column >= work.width) continue;
       if constexpr (kind == Kind::extreme) {
+        const float weight = work.sign * edges.weight[n];
+        const bool first = state.at[0] == nowhere;
 #pragma unroll
-        for (int i = 0; i < Of::values; ++i) {
-          state.meet(i, work.sign * (edges.weight[n] * Of::value(held[n], i)), edges.place[n]);
-        }
+        for (int i = 0; i < Of::values; ++i) state.follow(i, weight * Of::value(held[n], i), edges.place[n], first);
       } else if constexpr (kind >= Kind::pull_sum) {
         pulled<T, Index, Words, kind>(work, edges.from[n], edges.edge[n], edges.weight[n], held[n], own, column,
                                       [&](int i, float value) {
@@ -340,11 +365,12 @@ __device__ __forceinline__ void take(const Work<T, Index>& work, State<kind, Acc
   }
 }
 
-// dots[n] summed over the lanes of a team: halves are exchanged, so that lane n ends with number n's sum. 2 ahead - 1
-// shuffles and one for each doubling of the team beyond `ahead`, where one sum at a time would take five for each.
-__device__ __forceinline__ float shared_out(float (&dots)[ahead], int lane, int team) {
+// dots[n] summed over the lanes of a team: halves are exchanged, so that lane n ends with number n's sum: Ahead - 1
+// shuffles and one for each doubling of the team beyond Ahead, where one sum at a time would take all its doublings.
+template <int Ahead>
+__device__ __forceinline__ float shared_out(float (&dots)[Ahead], int lane, int team) {
 #pragma unroll
-  for (int half = ahead / 2; half > 0; half /= 2) {
+  for (int half = Ahead / 2; half > 0; half /= 2) {
     const bool upper = lane & half;
 #pragma unroll
     for (int n = 0; n < half; ++n) {
@@ -352,13 +378,13 @@ __device__ __forceinline__ float shared_out(float (&dots)[ahead], int lane, int 
       dots[n] = kept + __shfl_xor_sync(whole_warp, given, half);
     }
   }
-  for (int step = ahead; step < team; step *= 2) dots[0] += __shfl_xor_sync(whole_warp, dots[0], step);
+  for (int step = Ahead; step < team; step *= 2) dots[0] += __shfl_xor_sync(whole_warp, dots[0], step);
   return dots[0];
 }
 
 // `length` edges from `begin` on, the first of which is number `first` of its row. Every lane of the warp calls, with the
 // greatest length of the warp as `most`; groups have rows of their own, and the teams of a group edges by turns.
-template <class T, class Index, bool Words, Kind kind>
+template <int Ahead, class T, class Index, bool Words, Kind kind>
 __device__ __forceinline__ State<kind, Access<T, Words>::values> walk(const Work<T, Index>& work, int group,
                                                                       int64_t row, typename Csr<Index>::Place begin,
                                                                       unsigned first, unsigned length, unsigned most,
@@ -379,6 +405,7 @@ __device__ __forceinline__ State<kind, Access<T, Words>::values> walk(const Work
   unsigned base = 0;
   for (unsigned left = most; left > 0; left -= min(left, static_cast<unsigned>(group)), base += group) {
     Place from = nobody, edge = nobody;
+    const T* at = nullptr;
     float weight = 0.0f, divisor = 1.0f;
     if (base < length && lane < length - base) {
       from = work.csr.column_at(begin + base + lane);
@@ -386,30 +413,33 @@ __device__ __forceinline__ State<kind, Access<T, Words>::values> walk(const Work
       if (edge == nobody) from = nobody;
       if (from != nobody) {
         weight = work.weights.at(edge);
+        at = work.gathered(from);
         if (work.divisors) divisor = work.divisor_of(from), weight /= divisor;
       }
     }
     const int edges_here = min(left, static_cast<unsigned>(group));
 #pragma unroll 1
-    for (int j = 0; j < edges_here; j += ahead * teams) {
-      Edges<Index> edges;
+    for (int j = 0; j < edges_here; j += Ahead * teams) {
+      Edges<T, Index, Ahead> edges;
 #pragma unroll
-      for (int n = 0; n < ahead; ++n) {
+      for (int n = 0; n < Ahead; ++n) {
         const int source = j + n * teams + team;
-        edges.from[n] = __shfl_sync(whole_warp, from, source, group);
+        edges.at[n] = reinterpret_cast<const T*>(
+            __shfl_sync(whole_warp, reinterpret_cast<unsigned long long>(at), source, group));
+        if constexpr (kind > Kind::pull_sum) edges.from[n] = __shfl_sync(whole_warp, from, source, group);
         edges.weight[n] = __shfl_sync(whole_warp, weight, source, group);
         if constexpr (kind == Kind::pull_extreme) edges.edge[n] = __shfl_sync(whole_warp, edge, source, group);
         if constexpr (kind == Kind::extreme) edges.place[n] = first + base + source;
       }
-      float dots[ahead];
-      take<T, Index, Words, kind>(work, state, edges, own, column, dots);
+      float dots[Ahead];
+      take<Ahead, T, Index, Words, kind>(work, state, edges, own, column, dots);
       if constexpr (pulls) {
         if (!work.dweights) continue;
         const float dot = shared_out(dots, of_team, work.team);
-        const int source = j + of_team % ahead * teams + team;
+        const int source = j + of_team % Ahead * teams + team;
         const Place its_edge = __shfl_sync(whole_warp, from != nobody ? edge : nobody, source, group);
         const float its_divisor = __shfl_sync(whole_warp, divisor, source, group);
-        if (of_team < ahead && its_edge != nobody) work.answer(its_edge, dot / its_divisor);
+        if (of_team < Ahead && its_edge != nobody) work.answer(its_edge, dot / its_divisor);
       }
     }
   }
@@ -452,54 +482,55 @@ __device__ __forceinline__ void finish(const Work<T, Index>& work, const State<k
       value[i] = work.divides && length > 0 ? state.total[i] / static_cast<float>(length) : state.total[i];
     }
   }
-  Of::write(work.y + place, value);
+  if constexpr (Words) {
+    __stcs(reinterpret_cast<uint4*>(work.y + place), bits_as<uint4>(pack<T>(value).word));
+  } else {
+    Of::write(work.y + place, value);
+  }
 }
 
-// The first blocks take the chunks of long rows, a warp each: of the row that has its first edge, and of one that begins
-// later. The others take rows that are not cut, a group each.
-template <class T, class Index, bool Words, Kind kind>
-__global__ void __launch_bounds__(threads, 2) rows_kernel(Work<T, Index> work) {
+template <int Ahead, class T, class Index, bool Words, Kind kind>
+__device__ __forceinline__ void take_row(const Work<T, Index>& work, unsigned block, int column) {
+  using Place = typename Csr<Index>::Place;
+  const int64_t row = (static_cast<int64_t>(block) * threads + threadIdx.x) / work.group;
+  const bool there = row < work.csr.rows;
+  const Place begin = there ? work.csr.begin_of(row) : 0;
+  const unsigned length = there ? work.csr.length_of(row, begin) : 0;
+  const bool cut = work.chunks > 0 && length > long_row;
+  const unsigned mine = cut ? 0 : length, most = __reduce_max_sync(whole_warp, mine);
+  const auto state = walk<Ahead, T, Index, Words, kind>(work, work.group, row, begin, 0, mine, most, column);
+  if (there && !cut && threadIdx.x % work.group < work.team) {
+    finish<T, Index, Words, kind>(work, state, row, begin, length, column);
+  }
+}
+
+// A warp takes the edges of a chunk that long rows have: of the row that has its first edge, and of one that begins later.
+template <int Ahead, class T, class Index, bool Words, Kind kind>
+__device__ __forceinline__ void take_pieces(const Work<T, Index>& work, unsigned block, int column) {
   using Of = Access<T, Words>;
   using Place = typename Csr<Index>::Place;
-  const bool cuts = blockIdx.x < work.piece_blocks;
-  const int group = cuts ? 32 : work.group;
-  const unsigned block = cuts ? blockIdx.x : blockIdx.x - work.piece_blocks;
-  const int64_t own = (static_cast<int64_t>(block) * threads + threadIdx.x) / group;
-  const int column = (static_cast<int>(blockIdx.y) * work.team + threadIdx.x % work.team) * Of::values;
-  const bool writes = threadIdx.x % group < work.team;
-
-  Place low = 0, high = 0;
-  int64_t row = own, started = -1;
-  if (cuts) {
-    if (own >= work.chunks) return;
-    low = static_cast<Place>(own * chunk), high = min(static_cast<Place>(low + chunk), work.csr.edges);
-    row = work.csr.row_of_by_warp(low);
-  }
+  const int64_t own = (static_cast<int64_t>(block) * threads + threadIdx.x) / 32;
+  if (own >= work.chunks) return;
+  const auto low = static_cast<Place>(own * chunk), high = min(static_cast<Place>(low + chunk), work.csr.edges);
+  int64_t row = work.csr.row_of_by_warp(low), started = -1;
 #pragma unroll 1
   for (int piece = 0; piece < 2; ++piece) {
-    const bool there = row < work.csr.rows;
-    const Place begin = there ? work.csr.begin_of(row) : 0;
-    const unsigned length = there ? work.csr.length_of(row, begin) : 0;
-    const Place end = begin + length, from = max(begin, low);
-    const bool cut = work.piece_blocks > 0 && length > long_row;
-    unsigned mine = cut ? 0 : length;
-    if (cuts) mine = cut && begin < high && end > low ? static_cast<unsigned>(min(end, high) - from) : 0;
-
-    const unsigned most = group == 32 ? mine : __reduce_max_sync(whole_warp, mine);
-    auto state =
-        walk<T, Index, Words, kind>(work, group, row, from, static_cast<unsigned>(from - begin), mine, most, column);
-    if (!cuts) {
-      if (there && !cut && writes) finish<T, Index, Words, kind>(work, state, row, begin, length, column);
-      return;
-    }
-
-    if (mine > 0 && begin >= low) started = row;
-    if (mine > 0 && writes && column < work.width) {
-      float* at = work.partial + (2 * own + piece) * work.width + column;
-      const int64_t plane = 2 * work.chunks * work.width;
+    const Place begin = work.csr.begin_of(row);
+    const unsigned length = work.csr.length_of(row, begin);
+    const Place end = begin + length;
+    if (length > long_row && begin < high && end > low) {
+      const Place from = max(begin, low);
+      const auto mine = static_cast<unsigned>(min(end, high) - from);
+      auto state = walk<Ahead, T, Index, Words, kind>(work, 32, row, from, static_cast<unsigned>(from - begin), mine,
+                                                      mine, column);
+      if (begin >= low) started = row;
+      if (threadIdx.x % 32 < work.team && column < work.width) {
+        float* at = work.partial + (2 * own + piece) * work.width + column;
+        const int64_t plane = 2 * work.chunks * work.width;
 #pragma unroll
-      for (int i = 0; i < Of::values; ++i) {
-        state.each(i, [&](int which, float& value) { at[which * plane + i] = value; });
+        for (int i = 0; i < Of::values; ++i) {
+          state.each(i, [&](int which, float& value) { at[which * plane + i] = value; });
+        }
       }
     }
     if (end >= high) break;  // all of the chunk is the first one's
@@ -510,21 +541,38 @@ __global__ void __launch_bounds__(threads, 2) rows_kernel(Work<T, Index> work) {
   if (threadIdx.x % 32 == 0 && blockIdx.y == 0) work.starts[own] = started;
 }
 
+template <class T, class Index, bool Words, Kind kind>
+__global__ void __launch_bounds__(threads, resident<T, Words, kind>) rows_kernel(Work<T, Index> work) {
+  const int column = (static_cast<int>(blockIdx.y) * work.team + threadIdx.x % work.team) * Access<T, Words>::values;
+  take_row<ahead_of<T, kind>, T, Index, Words, kind>(work, blockIdx.x, column);
+}
+
+// Pieces of long rows; where they leave registers for it, behind them all other rows in the same launch.
+template <class T, class Index, bool Words, Kind kind>
+__global__ void __launch_bounds__(threads, 8) pieces_kernel(Work<T, Index> work) {
+  const int column = (static_cast<int>(blockIdx.y) * work.team + threadIdx.x % work.team) * Access<T, Words>::values;
+  if (blockIdx.x < work.piece_blocks) {
+    take_pieces<ahead, T, Index, Words, kind>(work, blockIdx.x, column);
+  } else if constexpr (has_rows_beside_pieces<kind>) {
+    take_row<ahead, T, Index, Words, kind>(work, blockIdx.x - work.piece_blocks, column);
+  }
+}
+
 // A block adds up a long row: its teams take its pieces by turns, then the first takes what the teams have, in order.
 template <class T, class Index, bool Words, Kind kind>
-__global__ void __launch_bounds__(threads) combine_kernel(Work<T, Index> work) {
+__global__ void __launch_bounds__(combining) combine_kernel(Work<T, Index> work) {
   using Of = Access<T, Words>;
-  __shared__ State<kind, Of::values> found[threads];
-  __shared__ int64_t starts[threads];
-  const int lane = threadIdx.x % work.team, team = threadIdx.x / work.team, teams = threads / work.team;
+  __shared__ State<kind, Of::values> found[combining];
+  __shared__ int64_t starts[combining];
+  const int lane = threadIdx.x % work.team, team = threadIdx.x / work.team, teams = combining / work.team;
   const int column = (static_cast<int>(blockIdx.y) * work.team + lane) * Of::values;
   const int64_t plane = 2 * work.chunks * work.width, step = gridDim.x;
 
-  for (int64_t group = blockIdx.x; group < work.chunks; group += threads * step) {
+  for (int64_t group = blockIdx.x; group < work.chunks; group += combining * step) {
     const int64_t own = group + threadIdx.x * step;
     starts[threadIdx.x] = own < work.chunks ? work.starts[own] : -1;
     __syncthreads();
-    for (int at = 0; at < threads && group + at * step < work.chunks; ++at) {
+    for (int at = 0; at < combining && group + at * step < work.chunks; ++at) {
       const int64_t row = starts[at];
       if (row < 0) continue;
       const auto begin = work.csr.begin_of(row), end = work.csr.begin_of(row + 1);
@@ -604,8 +652,8 @@ dim3 blocks_for(int64_t count, int64_t each, int64_t tiles = 1) {
   return dim3(static_cast<unsigned>((count + each - 1) / each), static_cast<unsigned>(tiles));
 }
 
-int team_for(int64_t accesses) {
-  int team = smallest_team;
+int team_for(int64_t accesses, int smallest) {
+  int team = smallest;
   while (team < 32 && team < accesses) team *= 2;
   return team;
 }
@@ -614,8 +662,8 @@ template <class T, class Index, bool Words, Kind kind>
 void run(const Context& context, Work<T, Index> work, int64_t longest) {
   if (work.csr.rows == 0 || work.width == 0) return;
   const int64_t accesses = (work.width + Access<T, Words>::values - 1) / Access<T, Words>::values;
-  work.team = team_for(accesses);
-  work.group = 32;
+  work.team = team_for(accesses, ahead_of<T, kind>);
+  work.group = work.csr.rows < few_rows ? 32 : work.team;
   const int64_t tiles = (accesses + work.team - 1) / work.team;
   const auto edges = static_cast<int64_t>(work.csr.edges);
   const bool split = longest > long_row && edges > long_row;
@@ -630,14 +678,20 @@ void run(const Context& context, Work<T, Index> work, int64_t longest) {
     work.partial = partial->as<float>(), work.starts = starts->as<int64_t>();
   }
   dim3 grid = blocks_for(work.csr.rows, threads / work.group, tiles);
-  grid.x += work.piece_blocks;
-  launch<rows_kernel<T, Index, Words, kind>>(context, grid, dim3(threads), work);
+  if (split) {
+    dim3 pieces(work.piece_blocks, grid.y);
+    if (has_rows_beside_pieces<kind>) pieces.x += grid.x;
+    launch<pieces_kernel<T, Index, Words, kind>>(context, pieces, dim3(threads), work);
+  }
+  if (!split || !has_rows_beside_pieces<kind>) {
+    launch<rows_kernel<T, Index, Words, kind>>(context, grid, dim3(threads), work);
+  }
   if (!split) return;
 
   const int64_t most = 4 * static_cast<int64_t>(multiprocessors(context));
   constexpr Kind ends = kind >= Kind::pull_sum ? Kind::sum : kind;  // gradients' pieces are sums
   launch<combine_kernel<T, Index, Words, ends>>(context, blocks_for(std::min(work.chunks, most), 1, tiles),
-                                                dim3(threads), work);
+                                                dim3(combining), work);
 }
 
 // The gradient of x and, where dweights is not null, of the weights: by the same walk where a team has a whole row.

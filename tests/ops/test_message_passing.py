@@ -539,8 +539,33 @@ def test_a_hub_of_a_million_edges_is_near_float64(cuda, reduce):
     plan = GraphPlan(edge_index, 2003)
     got = prequal.message_passing(x, plan, edge_weight=weight, reduce=reduce)
     want = prequal.message_passing(x.double(), plan, edge_weight=weight.double(), reduce=reduce)
-    # pieces of 128 edges, then 7,800 of them in turns of 64 teams: 2^-24 of partial sums below 5,000, 300 times
+    # pieces of 128 edges, then 7,800 of them in turns of 32 teams: 2^-24 of partial sums below 5,000, 300 times
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2.0**-24 * 5000 * 300)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize(("width", "dtype"), [(64, torch.float32), (33, torch.float32), (40, torch.bfloat16)])
+def test_many_rows_and_their_gradients_are_near_float64(cuda, reduce, width, dtype):
+    """More rows than get a warp each: several share one, long ones and empty ones beside each other."""
+    nodes, edges = 40_009, 300_007
+    plan = GraphPlan(random_graph(cuda, nodes, edges, hub=1500), nodes)
+    x, grad = features(cuda, nodes, width, dtype), features(cuda, nodes, width, dtype, seed=1)
+    weight = torch.exp2((8 * weights_of(cuda, edges)).floor() - 7)  # products are exact: both choose the same maximum
+    found = []
+    for wide in (False, True):
+
+        def cast(y, wide=wide):
+            return y.double() if wide else y.clone()
+
+        inputs = [cast(y).requires_grad_() for y in (x, weight)]
+        y = prequal.message_passing(inputs[0], plan, edge_weight=inputs[1], reduce=reduce)
+        found.append((y, *torch.autograd.grad(y, inputs, cast(grad))))
+    assert prequal.stats()["message_passing_csr"][str(cuda)]["fast"] > 0
+    # half an ulp of the result; messages below 10, so that a softmax's gradients are sums of terms below 2 * 5 * 11
+    # and, for a weight, of 64 of them below 5 * 5 * 11: 2^-21 of an exponential, 64 times in a random walk
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1.01 * EPSILON[dtype] + 1e-5, atol=5e-3)
 
 
 @pytest.mark.gpu
