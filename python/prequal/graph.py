@@ -120,8 +120,8 @@ class GraphPlan(_Sorted):
         num_sources: M, of a bipartite graph: how many nodes messages come from. None: they are the N nodes.
 
     It is built on edge_index's device by two stable sorts, with one wait of the host at the end: for whether all nodes
-    are there, and for the greatest degrees, by which calls decide whether rows are shared out. The arrays are of int32
-    where N, M and E fit, else of int64.
+    are there, for the greatest degrees, by which calls decide whether rows are shared out, and for whether the edges
+    came in order. The arrays are of int32 where N, M and E fit, else of int64.
 
     Where the edges come sorted by their targets, `in_order` says so, and calls read edge_weight as it lies instead of
     looking each up. ``edge_index[:, plan.edge]`` and ``edge_weight[plan.edge]`` are sorted so.

@@ -258,8 +258,8 @@ def message_passing_csr(
         state: [2, N, F], float32 (float64 for float64), of softmax with `keep`, else [0, N, F]: the logarithm of the
             sum of exponentials, and y before it is rounded. It has no gradient.
 
-    Summed in float32 (float64 for float64, and by the reference), in an order that depends on the graph alone, rounded
-    once at the end. Duplicate edges are edges of their own. Messages of softmax are finite.
+    Summed in float32 (float64 for float64, and by the reference), in an order that depends on the graph, F and dtype
+    alone, rounded once at the end. Duplicate edges are edges of their own. Messages of softmax are finite.
 
     The gradient of x, edge_weight and previous is `message_passing_csr_backward`. That of max and min goes to the edge
     in arg.
@@ -536,7 +536,7 @@ def message_passing_csr_backward(
         dx: [M, F] ([M + P, F]: of x, then of previous), contiguous, of x's dtype; zeros where no edge comes from.
         dweight: [E], of edge_weight's dtype, 0 for an edge that is left out. [0] without edge_weight or weight_grad.
 
-    Sums are taken in float32 in an order that depends on the graph alone: no atomics.
+    Sums are taken in float32 in an order that depends on the graph, F and the dtype alone: no atomics.
 
     Raises:
         TypeError, ValueError: as message_passing_csr; grad, arg or state is not of the shape or dtype said above.
