@@ -49,9 +49,9 @@ template <class T, bool Words, Kind kind>
 constexpr int resident = kind == Kind::softmax && sizeof(T) == 2 && !Words ? 8 : 0;
 
 // By a power law, 100,000 nodes of 20 edges (256 threads, 4 rows ahead): sums 108 to 103 us, gradients of both 171 to 143;
-// but max 157 to 173, softmax 216 to 270.
-template <Kind kind>
-constexpr bool has_rows_beside_pieces = is_sum(kind);
+// but max 157 to 173, softmax 216 to 270. Not of int64 nor a value at a time: that would be 18 copies of the walk more.
+template <class Index, bool Words, Kind kind>
+constexpr bool has_rows_beside_pieces = is_sum(kind) && sizeof(Index) == 4 && Words;
 
 // Rows of edges. Nothing in them is trusted: what points outside is left out. Numbers are compared unsigned, so that one
 // comparison finds those below 0, too; the bounds are at most what an index can say.
@@ -553,7 +553,7 @@ __global__ void __launch_bounds__(threads, 8) pieces_kernel(Work<T, Index> work)
   const int column = (static_cast<int>(blockIdx.y) * work.team + threadIdx.x % work.team) * Access<T, Words>::values;
   if (blockIdx.x < work.piece_blocks) {
     take_pieces<ahead, T, Index, Words, kind>(work, blockIdx.x, column);
-  } else if constexpr (has_rows_beside_pieces<kind>) {
+  } else if constexpr (has_rows_beside_pieces<Index, Words, kind>) {
     take_row<ahead, T, Index, Words, kind>(work, blockIdx.x - work.piece_blocks, column);
   }
 }
@@ -680,10 +680,10 @@ void run(const Context& context, Work<T, Index> work, int64_t longest) {
   dim3 grid = blocks_for(work.csr.rows, threads / work.group, tiles);
   if (split) {
     dim3 pieces(work.piece_blocks, grid.y);
-    if (has_rows_beside_pieces<kind>) pieces.x += grid.x;
+    if (has_rows_beside_pieces<Index, Words, kind>) pieces.x += grid.x;
     launch<pieces_kernel<T, Index, Words, kind>>(context, pieces, dim3(threads), work);
   }
-  if (!split || !has_rows_beside_pieces<kind>) {
+  if (!split || !has_rows_beside_pieces<Index, Words, kind>) {
     launch<rows_kernel<T, Index, Words, kind>>(context, grid, dim3(threads), work);
   }
   if (!split) return;
