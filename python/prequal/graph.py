@@ -31,6 +31,7 @@ class _Sorted(abc.ABC):
     t_edge: Tensor  # [E]: their places in the order of the edges
     longest: int  # the greatest number of edges of a target
     t_longest: int  # and of a source
+    in_order: bool  # edges came sorted by their targets: `edge` counts up
     _built: dict[str, Any]
     _memory: list[Tensor]
 
@@ -57,29 +58,32 @@ class _Sorted(abc.ABC):
         all_edges, targets = self._edges(), self._targets()
         edges = sum(int(found.shape[1]) for found, _ in all_edges.values())
         nodes = sum(count for _, count in all_edges.values())
-        ends, limits, sources, arrive, before = [], [], [], [], 0
+        # a sort takes as many passes as its keys have bytes
+        dtype = torch.int32 if max(nodes, targets, edges) < torch.iinfo(torch.int32).max else torch.int64
+        ends: list[Tensor] = []
+        limits, sources, arrive, before = [], [], [], 0
         for name, (found, count) in all_edges.items():
-            if found.shape[1]:
-                for side, limit in ((found[0], count), (found[1], targets)):
-                    ends += [side.amin(), side.amax()]
-                    limits.append((name, limit))
-            wide = found if nodes <= torch.iinfo(found.dtype).max else found.to(torch.int64)
-            sources.append(wide[0] + before if before else wide[0])
-            arrive.append(wide[1])
+            if found.shape[1]:  # as they are: a number that int32 cannot say may look right in it
+                ends += found.aminmax(dim=1)
+                limits += [(name, (count, targets))]
+            keys = found.to(dtype)
+            sources.append(keys[0] + before if before else keys[0])
+            arrive.append(keys[1])
             before += count
         source = sources[0] if len(sources) == 1 else torch.cat(sources)
         target = arrive[0] if len(arrive) == 1 else torch.cat(arrive)
-        dtype = torch.int32 if max(nodes, targets, edges) < torch.iinfo(torch.int32).max else torch.int64
         by_target, by_source = sorted_by(target, source, targets, dtype), sorted_by(source, target, nodes, dtype)
-        longest = (_greatest(lengths_of(row_ptr, edges)) for row_ptr in (by_target[0], by_source[0]))
-        told = torch.stack([x.to(torch.int64) for x in (*longest, *ends)]).tolist()
-        for place, (name, limit) in enumerate(limits):
-            low, high = told[2 + 2 * place : 4 + 2 * place]
-            if low < 0 or high >= limit:
-                raise ValueError(f"{name}: expected nodes in 0 to {limit - 1}, got {low} to {high}")
+        longest = [_greatest(row_ptr.diff()) for row_ptr in (by_target[0], by_source[0])]
+        moved = _greatest((target[:-1] > target[1:]).to(torch.int8))
+        told = torch.cat([x.reshape(-1).to(torch.int64) for x in (*longest, moved, *ends)]).tolist()
+        for place, (name, both) in enumerate(limits):
+            lows, highs = told[3 + 4 * place : 5 + 4 * place], told[5 + 4 * place : 7 + 4 * place]
+            for low, high, limit in zip(lows, highs, both, strict=True):
+                if low < 0 or high >= limit:
+                    raise ValueError(f"{name}: expected nodes in 0 to {limit - 1}, got {low} to {high}")
         self.row_ptr, self.column, self.edge = by_target
         self.t_row_ptr, self.t_column, self.t_edge = by_source
-        self.longest, self.t_longest = told[0], told[1]
+        self.longest, self.t_longest, self.in_order = told[0], told[1], told[2] == 0
         # What `.data =` takes away is not freed while a key names its address: else other edges may come to lie there.
         self._memory = [found.detach() for found, _ in all_edges.values()]
         for found, _ in all_edges.values():
@@ -116,8 +120,11 @@ class GraphPlan(_Sorted):
         num_sources: M, of a bipartite graph: how many nodes messages come from. None: they are the N nodes.
 
     It is built on edge_index's device by two stable sorts, with one wait of the host at the end: for whether all nodes
-    are there, and for the greatest degrees, by which calls decide whether rows are shared out. The arrays are of int32
-    where N, M and E fit, else of int64.
+    are there, for the greatest degrees, by which calls decide whether rows are shared out, and for whether the edges
+    came in order. The arrays are of int32 where N, M and E fit, else of int64.
+
+    Where the edges come sorted by their targets, `in_order` says so, and calls read edge_weight as it lies instead of
+    looking each up. ``edge_index[:, plan.edge]`` and ``edge_weight[plan.edge]`` are sorted so.
 
     A write to edge_index after the build makes the plan stale: the next call raises `StaleIndexError`, and `rebuild()`
     is the remedy. What is noticed is what moves torch's version counter, and another memory, shape or dtype behind the

@@ -226,6 +226,37 @@ def test_a_plan_has_every_edge_once_in_both_orders(device, dtype):
     assert plan.t_longest == int(plan.t_row_ptr.diff().max())
 
 
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize("hub", [0, 600])
+def test_edges_that_come_in_order_have_the_bits_of_those_that_are_sorted(device, reduce, hub):
+    edge_index, x = random_graph(device, 40, 1700, hub=hub), features(device, 40, 32).requires_grad_()
+    weight = weights_of(device, 1700).requires_grad_()
+    plan = GraphPlan(edge_index, 40)
+    order = plan.edge.long()
+    in_order, its_weight = GraphPlan(edge_index[:, order], 40), weight.detach()[order].requires_grad_()
+    assert (plan.in_order, in_order.in_order) == (False, True)
+    got = prequal.message_passing(x, in_order, edge_weight=its_weight, reduce=reduce)
+    want = prequal.message_passing(x, plan, edge_weight=weight, reduce=reduce)
+    assert torch.equal(got, want)
+    grad = features(device, 40, 32, seed=1)
+    dx, dweight = torch.autograd.grad(got, (x, its_weight), grad)
+    want_dx, want_dweight = torch.autograd.grad(want, (x, weight), grad)
+    # the transpose has them in another order
+    torch.testing.assert_close(dx, want_dx, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(dweight, want_dweight[order], rtol=1e-5, atol=1e-3)
+
+
+def test_arguments_of_edges_in_order_are_their_places(device):
+    edge_index = torch.tensor([[2, 0, 1, 0], [0, 0, 2, 2]], device=device)
+    plan = GraphPlan(edge_index, 3)
+    assert plan.in_order
+    y, arg = prequal.message_passing(
+        torch.tensor([[1.0], [5.0], [3.0]], device=device), plan, reduce="max", return_arg=True
+    )
+    assert y.tolist() == [[3.0], [0.0], [5.0]]
+    assert arg.tolist() == [[0], [-1], [2]]
+
+
 def test_degree_bins_count_every_node(device):
     plan = GraphPlan(torch.tensor([[0] * 9, [1, 2, 2, 3, 3, 3, 3, 3, 4]], device=device), 6)
     bins = plan.degree_bins()
@@ -295,6 +326,9 @@ def test_copies_and_pickles_are_built_anew(device):
         (torch.zeros(3, 2, dtype=torch.int64), 1, ValueError, r"edge_index: expected shape \[2, E\], got \[3, 2\]"),
         (torch.tensor([[0], [4]]), 4, ValueError, r"edge_index: expected nodes in 0 to 3, got 4 to 4"),
         (torch.tensor([[-1], [0]]), 4, ValueError, r"edge_index: expected nodes in 0 to 3, got -1 to -1"),
+        (torch.tensor([[0, 1], [3, 9]]), 4, ValueError, r"edge_index: expected nodes in 0 to 3, got 3 to 9"),
+        # 1 in the 32 bits that the plan keeps
+        (torch.tensor([[2**32 + 1], [0]]), 4, ValueError, r"expected nodes in 0 to 3, got 4294967297 to 4294967297"),
         (torch.tensor([[0], [0]]), -1, ValueError, r"num_nodes: expected 0 to "),
         (torch.tensor([[0], [0]]), 1.5, TypeError, r"num_nodes: expected an int, got float"),
     ],
@@ -505,8 +539,33 @@ def test_a_hub_of_a_million_edges_is_near_float64(cuda, reduce):
     plan = GraphPlan(edge_index, 2003)
     got = prequal.message_passing(x, plan, edge_weight=weight, reduce=reduce)
     want = prequal.message_passing(x.double(), plan, edge_weight=weight.double(), reduce=reduce)
-    # pieces of 128 edges, then 7,800 of them in turns of 64 teams: 2^-24 of partial sums below 5,000, 300 times
+    # pieces of 128 edges, then 7,800 of them in turns of 32 teams: 2^-24 of partial sums below 5,000, 300 times
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2.0**-24 * 5000 * 300)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize(("width", "dtype"), [(64, torch.float32), (33, torch.float32), (40, torch.bfloat16)])
+def test_many_rows_and_their_gradients_are_near_float64(cuda, reduce, width, dtype):
+    """More rows than get a warp each: several share one, long ones and empty ones beside each other."""
+    nodes, edges = 40_009, 300_007
+    plan = GraphPlan(random_graph(cuda, nodes, edges, hub=1500), nodes)
+    x, grad = features(cuda, nodes, width, dtype), features(cuda, nodes, width, dtype, seed=1)
+    weight = torch.exp2((8 * weights_of(cuda, edges)).floor() - 7)  # products are exact: both choose the same maximum
+    found = []
+    for wide in (False, True):
+
+        def cast(y, wide=wide):
+            return y.double() if wide else y.clone()
+
+        inputs = [cast(y).requires_grad_() for y in (x, weight)]
+        y = prequal.message_passing(inputs[0], plan, edge_weight=inputs[1], reduce=reduce)
+        found.append((y, *torch.autograd.grad(y, inputs, cast(grad))))
+    assert prequal.stats()["message_passing_csr"][str(cuda)]["fast"] > 0
+    # half an ulp of the result; messages below 10, so that a softmax's gradients are sums of terms below 2 * 5 * 11
+    # and, for a weight, of 64 of them below 5 * 5 * 11: 2^-21 of an exponential, 64 times in a random walk
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1.01 * EPSILON[dtype] + 1e-5, atol=5e-3)
 
 
 @pytest.mark.gpu

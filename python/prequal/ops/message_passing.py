@@ -31,8 +31,9 @@ def sorted_by(key: Tensor, other: Tensor, rows: int, dtype: torch.dtype) -> tupl
     A key that is `rows` or more is no row's. No host sync, and no atomics.
     """
     found, order = key.sort(stable=True)
-    row_ptr = torch.searchsorted(found, torch.arange(rows + 1, device=key.device, dtype=key.dtype))
-    return row_ptr.to(dtype), other[order].to(dtype), order.to(dtype)
+    starts = torch.arange(rows + 1, device=key.device, dtype=key.dtype)
+    row_ptr = torch.searchsorted(found, starts, out_int32=dtype == torch.int32)
+    return row_ptr, other[order].to(dtype), order.to(dtype)
 
 
 def edges_of(row_ptr: Tensor, column: Tensor, edge: Tensor | None, columns: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -257,8 +258,8 @@ def message_passing_csr(
         state: [2, N, F], float32 (float64 for float64), of softmax with `keep`, else [0, N, F]: the logarithm of the
             sum of exponentials, and y before it is rounded. It has no gradient.
 
-    Summed in float32 (float64 for float64, and by the reference), in an order that depends on the graph alone, rounded
-    once at the end. Duplicate edges are edges of their own. Messages of softmax are finite.
+    Summed in float32 (float64 for float64, and by the reference), in an order that depends on the graph, F and dtype
+    alone, rounded once at the end. Duplicate edges are edges of their own. Messages of softmax are finite.
 
     The gradient of x, edge_weight and previous is `message_passing_csr_backward`. That of max and min goes to the edge
     in arg.
@@ -535,7 +536,7 @@ def message_passing_csr_backward(
         dx: [M, F] ([M + P, F]: of x, then of previous), contiguous, of x's dtype; zeros where no edge comes from.
         dweight: [E], of edge_weight's dtype, 0 for an edge that is left out. [0] without edge_weight or weight_grad.
 
-    Sums are taken in float32 in an order that depends on the graph alone: no atomics.
+    Sums are taken in float32 in an order that depends on the graph, F and the dtype alone: no atomics.
 
     Raises:
         TypeError, ValueError: as message_passing_csr; grad, arg or state is not of the shape or dtype said above.
@@ -726,9 +727,10 @@ def by_plan(
         raise ValueError(f"return_arg: expected reduce 'max' or 'min', got {reduce!r}")
     inputs = [value for value in (x, previous, edge_weight) if isinstance(value, Tensor)]
     learns = torch.is_grad_enabled() and any(value.requires_grad for value in inputs)
+    edge = None if plan.in_order else plan.edge
     y, arg, _ = message_passing_csr(
         x,
-        *(plan.row_ptr, plan.column, plan.edge, edge_weight, plan.t_row_ptr, plan.t_column, plan.t_edge, previous),
+        *(plan.row_ptr, plan.column, edge, edge_weight, plan.t_row_ptr, plan.t_column, plan.t_edge, previous),
         reduce=reduce,
         keep=bool(return_arg or learns),
         longest=plan.longest,

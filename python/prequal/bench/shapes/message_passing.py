@@ -70,10 +70,20 @@ def power_law(device: torch.device, nodes: int, edges: int) -> Tensor:
     return (nodes * u**2).long().clamp(max=nodes - 1)
 
 
-def gathered(x: Tensor, row_ptr: Tensor, column: Tensor, edge: Tensor, edge_weight: Tensor | None) -> Any:
+def power_law_in_order(device: torch.device, nodes: int, edges: int) -> Tensor:
+    """The same, sorted by target: weights are read as they lie."""
+    found = power_law(device, nodes, edges)
+    return found[:, found[1].argsort(stable=True)]
+
+
+def at_places(edge_weight: Tensor, edge: Tensor | None) -> Tensor:
+    return edge_weight if edge is None else edge_weight[edge]
+
+
+def gathered(x: Tensor, row_ptr: Tensor, column: Tensor, edge: Tensor | None, edge_weight: Tensor | None) -> Any:
     """(rows [E], messages [E, F]) as eager code has them. The rows are what it starts from: they are not timed."""
     messages = x[column]
-    return messages if edge_weight is None else messages * edge_weight[edge][:, None].to(x.dtype)
+    return messages if edge_weight is None else messages * at_places(edge_weight, edge)[:, None].to(x.dtype)
 
 
 class Prepared:
@@ -113,7 +123,8 @@ def by_scatter_reduce(reduce, x, row_ptr, column, edge=None, edge_weight=None, *
 
 def by_sparse_csr(x, row_ptr, column, edge=None, edge_weight=None, *rest):
     def make() -> Tensor:
-        values = torch.ones_like(column, dtype=x.dtype) if edge_weight is None else edge_weight[edge].to(x.dtype)
+        values = torch.ones_like(column, dtype=x.dtype) if edge_weight is None else at_places(edge_weight, edge)
+        values = values.to(x.dtype)
         return torch.sparse_csr_tensor(row_ptr, column, values, (row_ptr.shape[0] - 1, x.shape[0]))
 
     return _matrices.of((row_ptr, column, edge_weight, x), make) @ x
@@ -155,6 +166,7 @@ GRAPHS = (
     ("uniform", 50_000, 10, 64, F32, uniform, "softmax", True),
     ("power law", 100_000, 20, 64, F32, power_law, "sum", True),
     ("power law", 100_000, 20, 64, F32, power_law, "max", False),
+    ("power law in order", 100_000, 20, 64, F32, power_law_in_order, "sum", True),
 )
 
 PEERS = (Peer("torch_geometric", "message_passing_csr", geometric, near_sums),)
@@ -166,7 +178,7 @@ def cases() -> Iterator[Case]:
         def graph(device, nodes=nodes, degree=degree, width=width, dtype=dtype, how=how, weighted=weighted):
             plan = GraphPlan(how(device, nodes, nodes * degree), nodes)
             weight = normal(device, nodes * degree, dtype=F32).abs() if weighted else None
-            csr = [getattr(plan, name) for name in FORWARD]
+            csr = [plan.row_ptr, plan.column, None if plan.in_order else plan.edge]
             transpose = [getattr(plan, name) for name in TRANSPOSE]
             return plan, normal(device, nodes, width, dtype=dtype), csr, weight, transpose
 
@@ -187,7 +199,7 @@ def cases() -> Iterator[Case]:
             others.append(Other("scatter_reduce", partial(by_scatter_reduce, reduce), near_sums))
         what = f"{reduce}, {kind}, {nodes} nodes, {degree} edges each, {short(dtype)} {width} wide"
         # rows are shared out where they are long, as a plan says; its number is not needed to the edge
-        cut = 1 << 20 if how is power_law else 0
+        cut = 0 if how is uniform else 1 << 20
         yield Case(
             "message_passing_csr",
             what,
