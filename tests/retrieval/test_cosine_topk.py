@@ -269,13 +269,13 @@ def test_a_wrong_call_says_what_is_wrong(change, error, match):
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_an_index_answers_as_the_call_with_its_norms(device, metric):
-    q, rows = normals(3, 8, torch.bfloat16, device), normals(80, 8, torch.bfloat16, device, 5)
+    q, rows = of_norm_five(3, torch.bfloat16, device), of_norm_five(80, torch.bfloat16, device, 5)
     index = prequal.CorpusIndex(rows, metric=metric)
     want = prequal.cosine_topk(q, rows, 7, metric=metric, corpus_norms=index.norms)
     for made in (index, copy.deepcopy(index), pickle.loads(pickle.dumps(index))):
         got = made.topk(q, 7)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert repr(index) == f"CorpusIndex([80, 8] bfloat16 on {rows.device}, {metric})"
+    assert repr(index) == f"CorpusIndex([80, 4] bfloat16 on {rows.device}, {metric})"
 
 
 def test_an_index_notices_that_its_corpus_was_written(device):
@@ -356,8 +356,10 @@ def test_shards_of_three_ranks_are_the_whole(sizes, all_ranks):
 def test_the_kernel_serves_the_search(cuda, queries, corpus, width, dtype, metric):
     q, rows = integers(queries, width, dtype, cuda, most=1), integers(corpus, width, dtype, cuda, 3, most=1)
     scores, idx = prequal.cosine_topk(q, rows, 100, metric=metric)
-    assert prequal.stats()["topk_rows_"][str(cuda)]["reference"] == {}
-    with prequal.reference("topk_rows_"):
+    stats = prequal.stats()
+    assert {"topk_rows_", "topk_products"} & stats.keys()
+    assert all(stats[name][str(cuda)]["reference"] == {} for name in stats)
+    with prequal.reference("topk_rows_", "topk_products", "row_norms"):
         want = prequal.cosine_topk(q, rows, 100, metric=metric)
     assert torch.equal(idx, want[1])
     assert torch.equal(scores, want[0])
