@@ -19,6 +19,8 @@ namespace {
 
 struct Unit : FileOf<"row_norms"> {};
 
+// Measured on an H200, a million rows of bfloat16, 8 lanes and 2 rows: 33, 118 and 452 us for D of 64, 256 and 1,024, which is
+// 3.9 to 4.5 TB/s. With 32 lanes 113, 124 and 449; a single row a team of 8 takes 40, 118 and 449.
 constexpr int threads = 256;
 constexpr int rows_a_team = 2;
 constexpr int64_t most_rows = int64_t{1} << 31, most_width = 1 << 30;

@@ -1,8 +1,9 @@
 // The k best rows of corpus [C, D] for each query [Q, D], in one pass: no score goes to memory.   -> scores, idx [Q, k]
 // score = z (dot); z column[c] row[q] (cosine); -max(0, column[c] + row[q] - 2 z) (l2), z the inner product.
 // A warp owns 16 rows of the corpus at a time, which it reads once, 16 bytes a lane; up to 64 queries lie in shared memory,
-// with a list of the k best for each that the warps of a block share. A second launch merges the lists of the blocks.
-// Bytes: C D sizeof(T) for every 64 queries, C 4 where column terms are given, blocks Q k 16 of lists.
+// with a list of the k best for each that the warps of a block share. A launch before finds the best of each of 1,024 groups
+// of rows: the k-th of these is a bound that few scores pass. A launch behind merges what the blocks have found.
+// Bytes: C D sizeof(T) and a sample's for every 64 queries, C 4 where column terms are given, k 8 a query and block.
 // Numerics: sums in fp32, of halves by tensor cores; each step after z rounded on its own. Candidates are totally ordered,
 // so the order of arrival does not matter.
 #include <algorithm>
@@ -36,7 +37,9 @@ constexpr int most_kept = 128;              // k
 constexpr int most_rows = 1 << 30;          // C
 constexpr int most_query_bytes = 6 * 1024;  // of a query, so that 8 and their lists fit the 99 KB of sm_86
 constexpr int rows_a_warp = 16, queries_a_tile = 8;
-constexpr int words_a_step = 2;  // of a lane and row, on their way at a time
+constexpr int words_a_step = 2;    // of a lane and row, on their way at a time
+constexpr int held = 32;           // values of a lane or thread in which a k-th largest is looked for
+constexpr int groups = 32 * held;  // of rows, the best of each of which is known before the search begins
 
 // A lane has one 16-byte word of every four: 8 rows, 4 neighbouring words of each.
 template <class T>
@@ -48,9 +51,15 @@ struct Search {
   const void* corpus;  // [C, D]
   int64_t corpus_stride;
   const float* of_column;  // [C] or null
-  Key* found;              // [Q, k, blocks], zero where a block has fewer
   Metric metric;
   int count, width, rows, k, slots;  // Q, D, C
+
+  int tiles, spread;       // of 16 rows, and how far apart those of this launch are
+  uint32_t* sampled;       // [Q, tiles], written instead of anything else: the best of each tile; or null
+  const uint32_t* sample;  // [Q, tiles_a_group, groups], of the launch before; or null
+  int tiles_a_group;
+  int* taken;  // [Q], zeroed beside a sample: how many keys stand in found. null: each block has k places
+  Key* found;  // [Q, k blocks]: from the front; without a sample [Q, k, blocks], zero where a block has fewer
 };
 
 // ---- shared memory --------------------------------------------------------------------------------------------------
@@ -117,10 +126,11 @@ __device__ __noinline__ void settle(Key* key, int slots, int k, volatile Key* bo
 // A whole warp: keys of number j of each lane, for query_at(j), where bit j of `mask` is set.
 template <int N, class KeyAt, class QueryAt>
 __device__ __forceinline__ void add_keys(const Lists& lists, uint32_t mask, KeyAt&& key_at, QueryAt&& query_at) {
-  while (__any_sync(0xffffffffu, mask != 0)) {
+  while (const uint32_t any = __reduce_or_sync(0xffffffffu, mask)) {
     uint32_t refused = 0;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
+      if (!(any >> j & 1)) continue;  // for the whole warp: most j are nobody's
       if (!(mask >> j & 1)) continue;
       const int q = query_at(j);
       const Key key = key_at(j);
@@ -157,6 +167,24 @@ __device__ __forceinline__ void add_keys(const Lists& lists, uint32_t mask, KeyA
     }
   }
 }
+
+// A number that at least k of all lanes' values reach, as large as its upper 20 bits can be; 0 where there are fewer. `sum`
+// adds up a count of all who hold values.
+template <class Sum>
+__device__ __forceinline__ uint32_t reached_by(const uint32_t (&value)[held], int k, Sum&& sum) {
+  uint32_t found = 0;
+  for (int bit = 31; bit >= 12; --bit) {
+    const uint32_t tried = found | 1u << bit;
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < held; ++i) count += value[i] >= tried;
+    if (sum(count) >= k) found = tried;
+  }
+  return found;
+}
+
+// What is above this key has at least that order.
+__device__ __forceinline__ Key below(uint32_t order) { return order ? (static_cast<Key>(order) << 32) - 1 : 0; }
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
@@ -243,8 +271,15 @@ __device__ __forceinline__ float term_of(Metric metric, float squares) {
 }
 
 // Squares: the terms of the corpus are made of the rows as they pass.
-template <bool Squares, bool Ragged, int Tiles, int Threads, class T>
-__global__ void __launch_bounds__(Threads) products_kernel(Search a /*queries [Q, D], corpus [C, D]*/) {
+// Threads a block, one block a multiprocessor. Measured on an H200, 16 queries, k 128, a million rows of 256: 526 us with
+// 768, 674 with two blocks of 512, 806 with three of 256, whose lists are shorter lived. More queries, floats and ragged
+// rows need the registers of 512.
+template <bool Ragged, int Tiles, class T>
+inline constexpr int threads_of = !Ragged && Tiles <= 2 && sizeof(T) == 2 ? 768 : 512;
+
+template <bool Squares, bool Ragged, int Tiles, class T>
+__global__ void __launch_bounds__(threads_of<Ragged, Tiles, T>)
+    products_kernel(Search a /*queries [Q, D], corpus [C, D]*/) {
   constexpr int N = widest<T>, W = words_a_step;
   extern __shared__ uint4 memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
@@ -269,6 +304,7 @@ __global__ void __launch_bounds__(Threads) products_kernel(Search a /*queries [Q
   for (int i = threadIdx.x; i < a.count * a.k; i += blockDim.x) lists.key[i / a.k * a.slots + i % a.k] = 0;
   for (int q = threadIdx.x; q < a.count; q += blockDim.x) {
     lists.bound[q] = 0;
+    if (a.sampled && blockIdx.x == 0) a.taken[q] = 0;
     lists.reserved[q] = lists.written[q] = 0;
   }
   __syncthreads();
@@ -283,9 +319,24 @@ __global__ void __launch_bounds__(Threads) products_kernel(Search a /*queries [Q
     }
     __syncthreads();
   }
+  if (a.sample) {
+    for (int q = warp; q < a.count; q += warps) {
+      uint32_t best[held];
+      const uint32_t* of = a.sample + static_cast<int64_t>(q) * groups * a.tiles_a_group;
+#pragma unroll
+      for (int i = 0; i < held; ++i) best[i] = of[i * 32 + lane];
+      for (int j = 1; j < a.tiles_a_group; ++j) {
+#pragma unroll
+        for (int i = 0; i < held; ++i) best[i] = max(best[i], of[(j * held + i) * 32 + lane]);
+      }
+      const uint32_t order = reached_by(best, a.k, [](int count) { return __reduce_add_sync(0xffffffffu, count); });
+      if (lane == 0) lists.bound[q] = below(order);
+    }
+    __syncthreads();
+  }
 
-  const int tiles = (a.rows + rows_a_warp - 1) / rows_a_warp, stride = static_cast<int>(gridDim.x) * warps;
-  const auto row_of = [&](int tile, int r) { return tile * rows_a_warp + r * 8 + g; };
+  const int tiles = a.tiles, stride = static_cast<int>(gridDim.x) * warps;
+  const auto row_of = [&](int tile, int r) { return tile * a.spread * rows_a_warp + r * 8 + g; };
   Packet<T> next[W][2];
   const auto fetch = [&](int tile, int step) {
 #pragma unroll
@@ -333,7 +384,7 @@ __global__ void __launch_bounds__(Threads) products_kernel(Search a /*queries [Q
       }
     }
 
-    uint32_t order[Tiles * 4], mask = 0;
+    uint32_t order[Tiles * 4] = {}, mask = 0;
     const auto rank = [&]<Metric M>() {
 #pragma unroll
       for (int j = 0; j < Tiles * 4; ++j) {
@@ -341,7 +392,8 @@ __global__ void __launch_bounds__(Threads) products_kernel(Search a /*queries [Q
         if (q >= a.count) continue;
         const float of_query = M == Metric::dot ? 0.0f : lists.term[q];
         order[j] = in_order(topk::score_of<M>(products.z[j / 4][j % 4], column[r], of_query));
-        if (order[j] >= topk::order_of(lists.bound[q]) && row_of(tile, r) < a.rows) mask |= 1u << j;
+        if (row_of(tile, r) >= a.rows) order[j] = below_all;
+        if (order[j] > below_all && order[j] >= topk::order_of(lists.bound[q])) mask |= 1u << j;
       }
     };
     switch (a.metric) {
@@ -349,85 +401,140 @@ __global__ void __launch_bounds__(Threads) products_kernel(Search a /*queries [Q
       case Metric::cosine: rank.template operator()<Metric::cosine>(); break;
       case Metric::l2: rank.template operator()<Metric::l2>(); break;
     }
+    if (a.sampled) {
+#pragma unroll
+      for (int j = 0; j < Tiles * 2; ++j) {
+        uint32_t best = max(order[j / 2 * 4 + j % 2], order[j / 2 * 4 + j % 2 + 2]);
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) best = max(best, __shfl_xor_sync(0xffffffffu, best, step));
+        const int q = j / 2 * 8 + 2 * t + j % 2;
+        if (g == 0 && q < a.count) a.sampled[static_cast<int64_t>(q) * tiles + tile] = best;
+      }
+      continue;
+    }
     add_keys<Tiles * 4>(
         lists, mask, [&](int j) { return key_of(order[j], static_cast<uint32_t>(row_of(tile, j % 4 / 2))); },
         [&](int j) { return j / 4 * 8 + 2 * t + j % 2; });
   }
 
+  if (a.sampled) return;
+
   __syncthreads();
   for (int q = warp; q < a.count; q += warps) {
     Key* key = lists.key + q * a.slots;
     const int passed = min(lists.reserved[q], lists.room());
-    if (passed > 0) {
+    Key* found = a.found + static_cast<int64_t>(q) * a.k * gridDim.x;
+    const bool as_they_came = a.taken && key[0] == 0 && passed <= a.k;  // never sorted, and need not be
+    if (passed > 0 && !as_they_came) {
       for (int i = a.k + passed + lane; i < a.slots; i += 32) key[i] = 0;
       __syncwarp();
       sort_by_warp(key, a.slots);
     }
-    Key* found = a.found + static_cast<int64_t>(q) * a.k * gridDim.x + blockIdx.x;
-    for (int j = lane; j < a.k; j += 32) found[static_cast<int64_t>(j) * gridDim.x] = key[j];
+    if (a.taken) {
+      const Key* from = as_they_came ? key + a.k : key;
+      const int some = as_they_came ? passed : a.k;
+      int first = 0;
+      if (lane == 0) first = atomicAdd(a.taken + q, some);
+      first = __shfl_sync(0xffffffffu, first, 0);
+      for (int j = lane; j < some; j += 32) found[first + j] = from[j];
+    } else {
+      for (int j = lane; j < a.k; j += 32)
+        found[j * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x)] = key[j];
+    }
   }
 }
 
-// The best of every block stand first, then the second best: what is read first makes a bound for the rest.
+// A block a query. A first look at as many keys as its threads hold makes a bound; what passes it is sorted.
 __global__ void __launch_bounds__(topk::threads)
-    merge_kernel(const Key* found /*[Q, k, blocks]*/, float* score /*[Q, k]*/, int64_t* idx /*[Q, k]*/, int k,
-                 int blocks, int64_t first_index) {
-  constexpr int N = 4;
+    merge_kernel(const Key* found /*[Q, most]*/, const int* taken /*[Q] or null*/, float* score /*[Q, k]*/,
+                 int64_t* idx /*[Q, k]*/, int k, int most /*k blocks*/, int64_t first_index) {
+  constexpr int N = 16, warps = topk::threads / 32;
   __shared__ topk::Shared shared;
-  const int64_t row = blockIdx.x, count = static_cast<int64_t>(k) * blocks;
+  __shared__ int counts[2][warps];
+  const int64_t row = blockIdx.x;
+  const Key* from = found + row * most;
+  const int count = taken ? taken[row] : most;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+
+  uint32_t order[held];
+#pragma unroll
+  for (int i = 0; i < held; ++i) {
+    const int at = i * topk::threads + thread;
+    order[i] = at < count ? topk::order_of(from[at]) : 0;
+  }
+  int turn = 0;
+  const uint32_t reached = reached_by(order, k, [&](int own) {
+    const int of_warp = __reduce_add_sync(0xffffffffu, own);
+    if (lane == 0) counts[turn][thread / 32] = of_warp;
+    __syncthreads();
+    int all = 0;
+#pragma unroll
+    for (int i = 0; i < warps; ++i) all += counts[turn][i];
+    turn ^= 1;  // nobody writes again what another still reads: a barrier lies between
+    return all;
+  });
+
   Selection selection(shared, k);
   selection.begin(false, [](int) { return Key{0}; });
-  for (int64_t from = 0; from < count; from += topk::threads * N) {
+  selection.raise(below(reached));
+  for (int first = 0; first < count; first += topk::threads * N) {
     Key key[N];
     uint32_t mask = 0;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      const int64_t at = from + j * topk::threads + threadIdx.x;
-      key[j] = at < count ? found[row * count + at] : 0;
+      const int at = first + j * topk::threads + thread;
+      key[j] = at < count ? from[at] : 0;
       if (key[j] > selection.bound()) mask |= 1u << j;
     }
     selection.take<N>(mask, [&](int j) { return key[j]; });
-    if (from == 0 && count > topk::threads * N) {
-      __syncthreads();
-      selection.settle();
-      __syncthreads();
-    }
   }
   __syncthreads();
   if (selection.changed()) selection.settle();
   __syncthreads();
-  const int j = threadIdx.x;
-  if (j >= k) return;
-  const Key key = selection.key(j);  // zero is below that of any score
-  score[row * k + j] = key ? from_order(topk::order_of(key)) : -INFINITY;
-  idx[row * k + j] = key ? first_index + topk::place_of(key) : -1;
+  if (thread >= k) return;
+  const Key key = selection.key(thread);  // zero is below that of any score
+  score[row * k + thread] = key ? from_order(topk::order_of(key)) : -INFINITY;
+  idx[row * k + thread] = key ? first_index + topk::place_of(key) : -1;
 }
 
 // ---- right calls ---------------------------------------------------------------------------------------------------
 
-constexpr int most_threads = 512, least_threads = 128;
-
-// Of a launch. Rows of the corpus are in no order: each warp takes every so many-th 16 of them.
 struct Plan {
   int threads, blocks;
+  int tiles_a_group;  // of the sample; 0: there is none
 };
 
-// As many blocks as are resident; where the corpus is small, so that each warp has 16 rows, with few warps a block, on as
-// many multiprocessors as there are. `lists` is what the memory of the lists of blocks comes to: a 24th of the scores in
-// halves, so that with all else a search takes less than a tenth.
-Plan plan_of(int64_t rows, int64_t k, int64_t resident, int64_t multiprocessors) {
+// A sample of 1,024 groups of rows from 16,384 rows on: of a corpus in no order, about k rows for every sample that it has
+// room for pass the bound. More queries take more of it, since what passes costs each of them. One block a multiprocessor; fewer where
+// the lists of all, k keys of 8 bytes a block, took more than the 6.5th part of a byte a score; in a small corpus one for
+// every 16 rows.
+Plan plan_of(int64_t rows, int64_t k, int64_t queries, int64_t multiprocessors, int threads) {
   const int64_t tiles = (rows + rows_a_warp - 1) / rows_a_warp;
-  int threads = most_threads;
-  while (threads > least_threads && tiles <= multiprocessors * threads / 64) threads /= 2;
-  const int64_t most = resident * (most_threads / threads);
-  const int64_t by_memory = std::max<int64_t>(rows / (96 * k), multiprocessors / 2);
-  return {threads, static_cast<int>(std::max<int64_t>(1, std::min({tiles, most, by_memory})))};
+  if (tiles < groups) return {256, static_cast<int>(std::max<int64_t>(1, std::min(tiles, multiprocessors))), 0};
+  const int64_t wanted = queries <= 8 ? 1 : queries <= 32 ? 2 : 4;
+  const int64_t a_group = std::max<int64_t>(1, std::min(wanted, tiles / (8 * groups)));
+  const int64_t by_memory = std::max<int64_t>(rows / (52 * k), multiprocessors / 2);
+  return {threads, static_cast<int>(std::min(multiprocessors, by_memory)), static_cast<int>(a_group)};
 }
 
 template <bool Squares, bool Ragged, int Tiles, class T>
-void run(const Context& context, const Search& a, int shared_bytes, const Plan& plan) {
-  launch_with_shared<products_kernel<Squares, Ragged, Tiles, most_threads, T>>(
-      context, dim3(static_cast<unsigned>(plan.blocks)), dim3(static_cast<unsigned>(plan.threads)), shared_bytes, a);
+void run(const Context& context, Search a, int shared_bytes, const Plan& plan, uint32_t* sample) {
+  constexpr auto start = [](const Context& on, int blocks, int threads, int bytes, const Search& call) {
+    launch_with_shared<products_kernel<Squares, Ragged, Tiles, T>>(on, dim3(static_cast<unsigned>(blocks)),
+                                                                   dim3(static_cast<unsigned>(threads)), bytes, call);
+  };
+  a.tiles = (a.rows + rows_a_warp - 1) / rows_a_warp;
+  a.spread = 1;
+  if (plan.tiles_a_group > 0) {
+    Search first = a;
+    first.tiles = groups * plan.tiles_a_group;
+    first.spread = a.tiles / first.tiles;
+    first.sampled = sample;
+    start(context, groups / 8, 256, shared_bytes, first);
+    a.sample = sample;
+    a.tiles_a_group = plan.tiles_a_group;
+  }
+  start(context, plan.blocks, plan.threads, shared_bytes, a);
 }
 
 }  // namespace
@@ -491,20 +598,27 @@ std::tuple<Buffer, Buffer> topk_products(const Context& context, const Tensor& q
     int tiles = 1;
     while (tiles < most_tiles && tiles * queries_a_tile < count && bytes_of(2 * tiles) <= memory.block) tiles *= 2;
     const int bytes = bytes_of(tiles);
-    const int64_t a_sm = std::max(1, std::min(tiles > 4 ? 1 : 2, memory.multiprocessor / (bytes + 1024)));
-    const Plan plan = plan_of(a.rows, k, a_sm * multiprocessors(context), multiprocessors(context));
-
+    const int threads = ragged || tiles > 2 || sizeof(T) == 4 ? 512 : 768;
     const int64_t together = std::min<int64_t>(count, tiles * queries_a_tile);
-    Buffer found(context.empty({together, k, plan.blocks}, DType::i64));
+    const Plan plan = plan_of(a.rows, k, together, multiprocessors(context), threads);
+
+    Buffer found = context.empty({together, k, plan.blocks}, DType::i64);
     a.found = found.as<Key>();
+    std::optional<Buffer> sample, taken;
+    if (plan.tiles_a_group > 0) {
+      sample.emplace(context.empty({together, plan.tiles_a_group, groups}, DType::i32));
+      taken.emplace(context.empty({together}, DType::i32));
+      a.taken = taken->as<int>();
+    }
+    auto* sampled = sample ? sample->as<uint32_t>() : nullptr;
     for (int64_t first = 0; first < count; first += together) {
       a.count = static_cast<int>(std::min(together, count - first));
       a.queries = queries.as<const T>() + first * a.query_stride;
       const auto with = [&]<int Tiles>() {
-        if (squares && ragged) return run<true, true, Tiles, T>(context, a, bytes, plan);
-        if (squares) return run<true, false, Tiles, T>(context, a, bytes, plan);
-        if (ragged) return run<false, true, Tiles, T>(context, a, bytes, plan);
-        run<false, false, Tiles, T>(context, a, bytes, plan);
+        if (squares && ragged) return run<true, true, Tiles, T>(context, a, bytes, plan, sampled);
+        if (squares) return run<true, false, Tiles, T>(context, a, bytes, plan, sampled);
+        if (ragged) return run<false, true, Tiles, T>(context, a, bytes, plan, sampled);
+        run<false, false, Tiles, T>(context, a, bytes, plan, sampled);
       };
       switch (tiles) {
         case 1: with.template operator()<1>(); break;
@@ -517,8 +631,9 @@ std::tuple<Buffer, Buffer> topk_products(const Context& context, const Tensor& q
           break;
       }
       launch<merge_kernel>(context, dim3(static_cast<unsigned>(a.count)), dim3(topk::threads),
-                           static_cast<const Key*>(a.found), scores->template as<float>() + first * k,
-                           idx->template as<int64_t>() + first * k, a.k, plan.blocks, first_index);
+                           static_cast<const Key*>(a.found), static_cast<const int*>(a.taken),
+                           scores->template as<float>() + first * k, idx->template as<int64_t>() + first * k, a.k,
+                           a.k * plan.blocks, first_index);
     }
   });
   return {std::move(*scores), std::move(*idx)};
