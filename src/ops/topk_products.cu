@@ -20,6 +20,7 @@
 #include "prequal/must_be.h"
 #include "prequal/norms.cuh"
 #include "prequal/reduce.cuh"
+#include "prequal/search_plan.h"
 #include "prequal/topk.cuh"
 #include "prequal/vec.cuh"
 
@@ -36,10 +37,10 @@ using topk::Selection;
 constexpr int most_kept = 128;              // k
 constexpr int most_rows = 1 << 30;          // C
 constexpr int most_query_bytes = 6 * 1024;  // of a query, so that 8 and their lists fit the 99 KB of sm_86
-constexpr int rows_a_warp = 16, queries_a_tile = 8;
-constexpr int words_a_step = 2;    // of a lane and row, on their way at a time
-constexpr int held = 32;           // values of a lane or thread in which a k-th largest is looked for
-constexpr int groups = 32 * held;  // of rows, the best of each of which is known before the search begins
+constexpr int rows_a_warp = search_rows, queries_a_tile = 8;
+constexpr int words_a_step = 2;  // of a lane and row, on their way at a time
+constexpr int groups = search_groups;
+constexpr int held = groups / 32;  // values of a lane or thread in which a k-th largest is looked for
 
 // A lane has one 16-byte word of every four: 8 rows, 4 neighbouring words of each.
 template <class T>
@@ -499,31 +500,13 @@ __global__ void __launch_bounds__(topk::threads)
 
 // ---- right calls ---------------------------------------------------------------------------------------------------
 
-struct Plan {
-  int threads, blocks;
-  int tiles_a_group;  // of the sample; 0: there is none
-};
-
-// A sample of 1,024 groups of rows from 16,384 rows on: of a corpus in no order, about k rows for every sample that it has
-// room for pass the bound. More queries take more of it, since what passes costs each of them. One block a multiprocessor; fewer where
-// the lists of all, k keys of 8 bytes a block, took more than the 6.5th part of a byte a score; in a small corpus one for
-// every 16 rows.
-Plan plan_of(int64_t rows, int64_t k, int64_t queries, int64_t multiprocessors, int threads) {
-  const int64_t tiles = (rows + rows_a_warp - 1) / rows_a_warp;
-  if (tiles < groups) return {256, static_cast<int>(std::max<int64_t>(1, std::min(tiles, multiprocessors))), 0};
-  const int64_t wanted = queries <= 8 ? 1 : queries <= 32 ? 2 : 4;
-  const int64_t a_group = std::max<int64_t>(1, std::min(wanted, tiles / (8 * groups)));
-  const int64_t by_memory = std::max<int64_t>(rows / (52 * k), multiprocessors / 2);
-  return {threads, static_cast<int>(std::min(multiprocessors, by_memory)), static_cast<int>(a_group)};
-}
-
 template <bool Squares, bool Ragged, int Tiles, class T>
-void run(const Context& context, Search a, int shared_bytes, const Plan& plan, uint32_t* sample) {
+void run(const Context& context, Search a, int shared_bytes, const SearchPlan& plan, uint32_t* sample) {
   constexpr auto start = [](const Context& on, int blocks, int threads, int bytes, const Search& call) {
     launch_with_shared<products_kernel<Squares, Ragged, Tiles, T>>(on, dim3(static_cast<unsigned>(blocks)),
                                                                    dim3(static_cast<unsigned>(threads)), bytes, call);
   };
-  a.tiles = (a.rows + rows_a_warp - 1) / rows_a_warp;
+  a.tiles = search_tiles(a.rows);
   a.spread = 1;
   if (plan.tiles_a_group > 0) {
     Search first = a;
@@ -600,7 +583,7 @@ std::tuple<Buffer, Buffer> topk_products(const Context& context, const Tensor& q
     const int bytes = bytes_of(tiles);
     const int threads = ragged || tiles > 2 || sizeof(T) == 4 ? 512 : 768;
     const int64_t together = std::min<int64_t>(count, tiles * queries_a_tile);
-    const Plan plan = plan_of(a.rows, k, together, multiprocessors(context), threads);
+    const SearchPlan plan = search_plan(a.rows, k, together, multiprocessors(context), threads);
 
     Buffer found = context.empty({together, k, plan.blocks}, DType::i64);
     a.found = found.as<Key>();
