@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -118,9 +119,11 @@ def answer(queries, corpus, k, metric, norms, terms, rerank, group, first_index,
         return plain_formula(queries, corpus, k, metric, first_index or 0)
     if first_index is None:
         first_index = 0 if group is None else rows_before(corpus, group)
-    with torch.no_grad():
-        q, rows = queries.detach(), corpus.detach()
-        norms = None if norms is None else norms.detach()
+    if norms is not None and norms.requires_grad:
+        norms = norms.detach()
+    # no_grad is a part of what a small call takes in Python: only where something would be recorded
+    with torch.no_grad() if wanted else nullcontext():
+        q, rows = (queries.detach(), corpus.detach()) if wanted else (queries, corpus)
         scores, idx = search(q, rows, k + rerank, metric, norms, terms, first_index, workspace)
         if rerank:
             scores, idx = reranked(q, rows, idx, k, metric, first_index, workspace or RERANK_WORKSPACE_BYTES)
