@@ -156,11 +156,7 @@ __device__ __forceinline__ void add_keys(const Lists& lists, uint32_t mask, KeyA
       const int lane = __ffs(static_cast<int>(lanes)) - 1;
       int q = 0;
       if (static_cast<int>(threadIdx.x % 32) == lane) {
-        const int first = __ffs(static_cast<int>(refused)) - 1;
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-          if (j == first) q = query_at(j);
-        }
+        q = query_at(__ffs(static_cast<int>(refused)) - 1);
         refused &= refused - 1;
       }
       q = __shfl_sync(0xffffffffu, q, lane);
@@ -271,15 +267,21 @@ __device__ __forceinline__ float term_of(Metric metric, float squares) {
   return metric == Metric::cosine ? norm_of_squares<NormForm::inverse>(squares) : squares;
 }
 
-// Squares: the terms of the corpus are made of the rows as they pass.
-// Threads a block, one block a multiprocessor. Measured on an H200, 16 queries, k 128, a million rows of 256: 526 us with
-// 768, 674 with two blocks of 512, 806 with three of 256, whose lists are shorter lived. More queries, floats and ragged
-// rows need the registers of 512.
-template <bool Ragged, int Tiles, class T>
-inline constexpr int threads_of = !Ragged && Tiles <= 2 && sizeof(T) == 2 ? 768 : 512;
+// Queries of a launch, 8 each. Floats are held in full by every lane, and ragged rows take registers to be shifted.
+template <bool Ragged, class T>
+inline constexpr int most_tiles = (sizeof(T) == 4 ? 2 : 8) / (Ragged ? (sizeof(T) == 4 ? 2 : 4) : 1);
 
+// Threads a block, one block a multiprocessor. Measured on an H200, 16 queries, k 128, a million rows of 256: 526 us with
+// 768, 674 with two blocks of 512, 806 with three of 256, whose lists are shorter lived. More queries and ragged
+// rows need the registers of 512, floats those of 384.
+template <bool Ragged, int Tiles, class T>
+inline constexpr int threads_of = sizeof(T) == 4          ? 384
+                                  : !Ragged && Tiles <= 2 ? 768
+                                                          : 512;
+
+// Squares: the terms of the corpus are made of the rows as they pass.
 template <bool Squares, bool Ragged, int Tiles, class T>
-__global__ void __launch_bounds__(threads_of<Ragged, Tiles, T>)
+__global__ void __launch_bounds__(threads_of<Ragged, Tiles, T>, 1)
     products_kernel(Search a /*queries [Q, D], corpus [C, D]*/) {
   constexpr int N = widest<T>, W = words_a_step;
   extern __shared__ uint4 memory[];
@@ -535,16 +537,16 @@ std::tuple<Buffer, Buffer> topk_products(const Context& context, const Tensor& q
   if (corpus.rank != 2 || corpus.shape[1] != width) {
     wrong_value("corpus", "shape [C, " + std::to_string(width) + "]", shape_of(corpus));
   }
-  constexpr int64_t most = int64_t{1} << 62;
-  if (k < 1 || k > most) wrong_value("k", "1 to " + std::to_string(most), std::to_string(k));
+  constexpr int64_t most_int = int64_t{1} << 62;
+  if (k < 1 || k > most_int) wrong_value("k", "1 to " + std::to_string(most_int), std::to_string(k));
   const Metric of = topk::metric_of(metric);
   if (column_terms) {
     if (of == Metric::dot) wrong_value("column_terms", "None for the metric 'dot'", "a tensor");
     const bool fits = column_terms->rank == 1 && column_terms->shape[0] == corpus.shape[0];
     must_be_wide(*column_terms, "column_terms", std::to_string(corpus.shape[0]), fits, queries, "queries");
   }
-  if (first_index < 0 || first_index > most) {
-    wrong_value("first_index", "0 to " + std::to_string(most), std::to_string(first_index));
+  if (first_index < 0 || first_index > most_int) {
+    wrong_value("first_index", "0 to " + std::to_string(most_int), std::to_string(first_index));
   }
 
   std::optional<Buffer> scores, idx;
@@ -577,11 +579,11 @@ std::tuple<Buffer, Buffer> topk_products(const Context& context, const Tensor& q
       const auto some = static_cast<int>(std::min<int64_t>(count, tiles * queries_a_tile));
       return tiles * queries_a_tile * query_bytes<T>(a.width) + some * list_bytes(a.slots);
     };
-    constexpr int most_tiles = sizeof(T) == 4 ? 2 : 8;
+    const int most = ragged ? most_tiles<true, T> : most_tiles<false, T>;
     int tiles = 1;
-    while (tiles < most_tiles && tiles * queries_a_tile < count && bytes_of(2 * tiles) <= memory.block) tiles *= 2;
+    while (tiles < most && tiles * queries_a_tile < count && bytes_of(2 * tiles) <= memory.block) tiles *= 2;
     const int bytes = bytes_of(tiles);
-    const int threads = ragged || tiles > 2 || sizeof(T) == 4 ? 512 : 768;
+    const int threads = ragged || tiles > 2 ? threads_of<true, 8, T> : threads_of<false, 1, T>;
     const int64_t together = std::min<int64_t>(count, tiles * queries_a_tile);
     const SearchPlan plan = search_plan(a.rows, k, together, multiprocessors(context), threads);
 
@@ -597,22 +599,21 @@ std::tuple<Buffer, Buffer> topk_products(const Context& context, const Tensor& q
     for (int64_t first = 0; first < count; first += together) {
       a.count = static_cast<int>(std::min(together, count - first));
       a.queries = queries.as<const T>() + first * a.query_stride;
-      const auto with = [&]<int Tiles>() {
-        if (squares && ragged) return run<true, true, Tiles, T>(context, a, bytes, plan, sampled);
-        if (squares) return run<true, false, Tiles, T>(context, a, bytes, plan, sampled);
-        if (ragged) return run<false, true, Tiles, T>(context, a, bytes, plan, sampled);
-        run<false, false, Tiles, T>(context, a, bytes, plan, sampled);
+      const auto start = [&]<int Tiles>() {
+        if (tiles != Tiles) return;
+        if constexpr (Tiles <= most_tiles<true, T>) {
+          if (ragged && squares) return run<true, true, Tiles, T>(context, a, bytes, plan, sampled);
+          if (ragged) return run<false, true, Tiles, T>(context, a, bytes, plan, sampled);
+        }
+        if constexpr (Tiles <= most_tiles<false, T>) {
+          if (squares) return run<true, false, Tiles, T>(context, a, bytes, plan, sampled);
+          run<false, false, Tiles, T>(context, a, bytes, plan, sampled);
+        }
       };
-      switch (tiles) {
-        case 1: with.template operator()<1>(); break;
-        case 2: with.template operator()<2>(); break;
-        case 4:
-          if constexpr (most_tiles >= 4) with.template operator()<4>();
-          break;
-        case 8:
-          if constexpr (most_tiles >= 8) with.template operator()<8>();
-          break;
-      }
+      start.template operator()<1>();
+      start.template operator()<2>();
+      start.template operator()<4>();
+      start.template operator()<8>();
       launch<merge_kernel>(context, dim3(static_cast<unsigned>(a.count)), dim3(topk::threads),
                            static_cast<const Key*>(a.found), static_cast<const int*>(a.taken),
                            scores->template as<float>() + first * k, idx->template as<int64_t>() + first * k, a.k,

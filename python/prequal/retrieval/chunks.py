@@ -17,7 +17,11 @@ LARGE_CORPUS = 500_000  # rows from which on memory counts for more: a tenth of 
 MOST_QUERIES = 1024
 STEP = 128  # rows of the corpus: a matrix product's own tile
 
-MOST_IN_ONE_PASS = 64  # queries
+# Queries. topk_products reads the corpus once for each 64. Its products alone took 142 us for 64 queries and a million
+# rows of 256 (H200, bfloat16); a matrix product in tiles of 64 MiB 239, with norms of 118 and the choice still to come;
+# torch's product and topk of 128 queries 1,272. A small corpus is a few launches either way.
+MOST_IN_ONE_PASS, MOST_OF_A_SMALL_CORPUS = 128, 64
+SMALL_CORPUS = 16_384  # rows
 
 
 def in_one_pass(queries: int, width: int, corpus: int, k: int, itemsize: int) -> bool:
@@ -28,7 +32,7 @@ def in_one_pass(queries: int, width: int, corpus: int, k: int, itemsize: int) ->
     """
     if itemsize > 4 or k > MOST_KEPT or corpus > MOST_ROWS or width * itemsize > MOST_QUERY_BYTES:
         return False
-    return queries <= MOST_IN_ONE_PASS
+    return queries <= (MOST_OF_A_SMALL_CORPUS if corpus < SMALL_CORPUS else MOST_IN_ONE_PASS)
 
 
 def default_workspace(queries: int, corpus: int, itemsize: int) -> int:
