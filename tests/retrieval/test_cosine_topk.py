@@ -385,15 +385,25 @@ def test_a_search_waits_for_nothing_and_is_captured(cuda):
 
 
 @pytest.mark.gpu
-def test_the_scores_are_never_all_in_memory(cuda):
-    q, rows = normals(256, 64, torch.bfloat16, cuda), normals(500_000, 64, torch.bfloat16, cuda, 3)
-    prequal.cosine_topk(q, rows, 10)
+@pytest.mark.parametrize(("queries", "corpus", "k"), [(1, 1_000_000, 128), (16, 500_000, 128), (256, 500_000, 10)])
+def test_a_search_takes_less_than_a_tenth_of_the_memory_of_all_scores(cuda, queries, corpus, k):
+    q, rows = normals(queries, 64, torch.bfloat16, cuda), normals(corpus, 64, torch.bfloat16, cuda, 3)
+    prequal.cosine_topk(q, rows, k)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    prequal.cosine_topk(q, rows, 10)
+    prequal.cosine_topk(q, rows, k)
     torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before < q.shape[0] * rows.shape[0] * q.element_size() / 10
+    assert torch.cuda.max_memory_allocated() - before < queries * corpus * q.element_size() / 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize(("queries", "corpus"), [(1, 100_003), (20, 40_000), (100, 70_001)])
+def test_one_pass_and_tiles_are_as_good(cuda, queries, corpus, metric):
+    q, rows = normals(queries, 96, torch.bfloat16, cuda), normals(corpus, 96, torch.bfloat16, cuda, 3)
+    for budget in (None, 2**24):
+        is_as_good(prequal.cosine_topk(q, rows, 60, metric=metric, max_workspace_bytes=budget), q, rows, 60, metric)
 
 
 if __name__ == "__main__":
