@@ -218,11 +218,12 @@ def test_transforms_are_taken_of_the_formula(device, metric):
     torch.testing.assert_close(grad, torch.autograd.grad(prequal.cosine_topk(x, rows, 5, metric=metric)[0].sum(), x)[0])
 
 
-def test_it_compiles_without_a_graph_break(device):
+@pytest.mark.parametrize("budget", [None, 300])
+def test_it_compiles_without_a_graph_break(device, budget):
     q, rows = normals(3, 8, torch.float32, device), normals(60, 8, torch.float32, device, 5)
 
     def call(q, rows):
-        return prequal.cosine_topk(q, rows, 5, metric="l2", max_workspace_bytes=300)
+        return prequal.cosine_topk(q, rows, 5, metric="l2", max_workspace_bytes=budget)
 
     torch.compiler.reset()
     got = torch.compile(call, fullgraph=True, backend="aot_eager")(q, rows)
