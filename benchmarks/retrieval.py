@@ -26,7 +26,7 @@ from prequal.bench.program import in_turns
 
 Search = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 ROUNDS = 5
-QUERIES, CORPUS, WIDTHS, RESULTS = (1, 16, 256, 1024), (1000, 32_000, 500_000, 1_000_000), (64, 256, 1024), (1, 10, 128)
+QUERIES, CORPUS, WIDTHS, RESULTS = (1, 16, 128, 1024), (1000, 100_000, 1_000_000), (64, 256, 1024), (1, 10, 128)
 QUICK = ((1, 1_000_000, 256, 10), (1024, 1000, 64, 1), (1024, 1_000_000, 256, 10), (16, 500_000, 1024, 128))
 
 

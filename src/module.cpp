@@ -189,7 +189,9 @@ NB_MODULE(_native, m) {
                            {"log_emissions", "log_transitions", "log_initial", "lengths", "end_scores",
                             "transitions_per", "band", "return_score"});
   def<ops::topk_rows_>(m, "topk_rows_",
-                       {"best", "idx", "products", "row_terms", "column_terms", "metric", "first_index"});
+                       {"best", "idx", "products", "row_terms", "column_terms", "metric", "first_index", "fresh"});
+  def<ops::row_norms>(m, "row_norms", {"x", "form"});
+  def<ops::topk_products>(m, "topk_products", {"queries", "corpus", "k", "column_terms", "metric", "first_index"});
   def<ops::pairwise_direct>(m, "pairwise_direct", {"a", "b", "p", "squared"});
   def<ops::pairwise_from_products_>(m, "pairwise_from_products_", {"products", "a_squares", "b_squares", "squared"});
   def<ops::pairwise_argmin>(m, "pairwise_argmin", {"a", "b"});

@@ -201,7 +201,15 @@ std::tuple<Buffer, Buffer> viterbi_decode(const Context&, const Tensor& log_emis
 // src/ops/topk_rows.cu
 void topk_rows_(const Context&, const Tensor& best, const Tensor& idx, const Tensor& products,
                 const std::optional<Tensor>& row_terms, const std::optional<Tensor>& column_terms,
-                const std::string& metric, int64_t first_index);
+                const std::string& metric, int64_t first_index, bool fresh);
+
+// src/ops/row_norms.cu
+Buffer row_norms(const Context&, const Tensor& x, const std::string& form);
+
+// src/ops/topk_products.cu
+std::tuple<Buffer, Buffer> topk_products(const Context&, const Tensor& queries, const Tensor& corpus, int64_t k,
+                                         const std::optional<Tensor>& column_terms, const std::string& metric,
+                                         int64_t first_index);
 
 // src/ops/pairwise_distance.cu
 Buffer pairwise_direct(const Context&, const Tensor& a, const Tensor& b, double p, bool squared);

@@ -11,10 +11,10 @@
 #include "ops.h"
 #include "prequal/dispatch.h"
 #include "prequal/float_order.h"
-#include "prequal/host_device.h"
 #include "prequal/launch.h"
 #include "prequal/must_be.h"
 #include "prequal/overlap.h"
+#include "prequal/topk.cuh"
 #include "prequal/vec.cuh"
 
 namespace prequal::ops {
@@ -22,22 +22,19 @@ namespace {
 
 struct Unit : FileOf<"topk_rows"> {};
 
-enum class Metric { dot, cosine, l2 };
+using topk::Key;
+using topk::key_of;
+using topk::Metric;
+using topk::most_kept;
+using topk::order_of;
+using topk::place_of;
+using topk::Selection;
+using topk::Shared;
+using topk::threads;
 
-constexpr int threads = 256;
-constexpr int most_kept = threads;  // k: a thread writes each
-constexpr int slots = 1024;         // keys in shared memory: the list of the best, and behind it what has passed
-constexpr int held_values = 16;     // of a thread, on their way between two barriers
+constexpr int held_values = 16;  // of a thread, on their way between two barriers
 constexpr int least_segment = 8192;
 constexpr int blocks_an_sm = 3;  // with a fourth, 64 registers a thread, one of the kernels spills on sm_90
-
-// The upper half of a key is a score in the order of the floats, the lower one tells where it comes from: the place in
-// [best, columns], its bits turned over. So the larger key is the better candidate, and no two are equal.
-using Key = uint64_t;
-
-__device__ __forceinline__ Key key_of(uint32_t order, uint32_t place) { return static_cast<Key>(order) << 32 | ~place; }
-__device__ __forceinline__ uint32_t place_of(Key key) { return ~static_cast<uint32_t>(key); }
-__device__ __forceinline__ uint32_t order_of(Key key) { return static_cast<uint32_t>(key >> 32); }
 
 struct Best {
   float* score;  // [Q, k]
@@ -45,10 +42,11 @@ struct Best {
   int64_t score_stride, idx_stride;
   int k;
   int64_t first_index;
+  bool fresh;  // nothing was put there yet: not read
 
   // An empty place is below every score.
   __device__ __forceinline__ Key key(int64_t row, int j) const {
-    const bool empty = idx[row * idx_stride + j] < 0;
+    const bool empty = fresh || idx[row * idx_stride + j] < 0;
     return key_of(empty ? below_all : in_order(score[row * score_stride + j]), static_cast<uint32_t>(j));
   }
 };
@@ -64,124 +62,19 @@ struct Tile {
   Key* found;   // [Q, segments, k], where a row has several; else null
 };
 
-template <Metric M>
-__device__ __forceinline__ float score_of(float z, float column, float row) {
-  if constexpr (M == Metric::dot) {
-    return z;
-  } else if constexpr (M == Metric::cosine) {
-    return mul(mul(z, column), row);
-  } else {
-    const float negative = sub(sub(2.0f * z, column), row);  // 2 z is exact
-    return negative > 0.0f ? 0.0f : negative;                // NaN stays
-  }
-}
-
-// Of a power of two of keys from 64 on, best first; all threads. Two keys that are 32 apart or nearer lie in the 64 that one
-// warp owns, and steps between those need no barrier of the block.
-__device__ __forceinline__ void sort_keys(Key* key, int count) {
-  for (int size = 2; size <= count; size *= 2) {
-    for (int distance = size / 2; distance > 0; distance /= 2) {
-      for (int pair = threadIdx.x; pair < count / 2; pair += threads) {
-        const int low = 2 * pair - (pair & (distance - 1)), high = low + distance;
-        const Key a = key[low], b = key[high];
-        if ((a < b) == ((low & size) == 0)) key[low] = b, key[high] = a;
-      }
-      if (distance > 32 || (distance == 1 && size >= 64)) {
-        __syncthreads();
-      } else {
-        __syncwarp();
-      }
-    }
-  }
-}
-
-struct Shared {
-  Key key[slots];
-  int passed;
-};
-
-// The list of a block's best keys, at most `listed` of them sorted, and what has passed since.
-class Selection {
- public:
-  __device__ Selection(Shared& shared, int k) : shared_(shared), k_(k), listed_(k <= 32 ? 32 : k <= 128 ? 128 : 256) {}
-
-  // With these k keys; without any, where nothing is taken over.
-  template <class At>
-  __device__ __forceinline__ void begin(bool takes_over, At&& at) {
-    if (static_cast<int>(threadIdx.x) < listed_) {
-      shared_.key[threadIdx.x] = takes_over && static_cast<int>(threadIdx.x) < k_ ? at(threadIdx.x) : 0;
-    }
-    if (threadIdx.x == 0) shared_.passed = 0;
-    __syncthreads();
-    bound_ = 0;
-    if (!takes_over) return;
-    const int j = threadIdx.x;
-    if (__syncthreads_or(j + 1 < k_ && shared_.key[j] < shared_.key[j + 1])) settle();
-    bound_ = shared_.key[k_ - 1];
-  }
-
-  __device__ Key bound() const { return bound_; }
-  __device__ void raise(Key bound) { bound_ = bound > bound_ ? bound : bound_; }
-  __device__ bool changed() const { return changed_; }
-  __device__ Key key(int j) const { return shared_.key[j]; }
-
-  // Every thread: its keys of number j, of which bit j of `mask` says that it is above the bound.
-  template <int N, class KeyAt>
-  __device__ __forceinline__ void take(uint32_t mask, KeyAt&& at) {
-    while (__syncthreads_or(mask != 0)) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        if (!(mask >> j & 1)) continue;
-        const int place = atomicAdd(&shared_.passed, 1);
-        if (place >= room()) continue;  // after the others are sorted in
-        shared_.key[listed_ + place] = at(j);
-        mask ^= 1u << j;
-      }
-      changed_ = true;
-      __syncthreads();
-      if (shared_.passed < room()) return;
-      settle();
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        if ((mask >> j & 1) && at(j) <= bound_) mask ^= 1u << j;
-      }
-    }
-  }
-
-  // All threads, after a barrier: what has passed goes into the list.
-  __device__ void settle() {
-    const int passed = min(shared_.passed, room());
-    int count = 64;
-    while (count < listed_ + passed) count *= 2;
-    for (int i = listed_ + passed + threadIdx.x; i < count; i += threads) shared_.key[i] = 0;
-    __syncthreads();
-    if (threadIdx.x == 0) shared_.passed = 0;
-    sort_keys(shared_.key, count);
-    raise(shared_.key[k_ - 1]);
-  }
-
- private:
-  __device__ int room() const { return slots - listed_; }
-
-  Shared& shared_;
-  int k_, listed_;
-  Key bound_ = 0;
-  bool changed_ = false;
-};
-
 // Thread j puts the j-th best in its place; its own or another's old value may stand there until all have read.
 template <class Score>
 __device__ __forceinline__ void write_best(const Selection& selection, const Best& best, int64_t row,
                                            Score&& score_at) {
   const int j = threadIdx.x;
-  float score = 0.0f;
+  float score = -INFINITY;
   int64_t idx = -1;
   if (j < best.k) {
     const Key key = selection.key(j);
     const auto place = static_cast<int64_t>(place_of(key));
     if (place < best.k) {
-      score = best.score[row * best.score_stride + place];
-      idx = best.idx[row * best.idx_stride + place];
+      if (!best.fresh) score = best.score[row * best.score_stride + place];
+      if (!best.fresh) idx = best.idx[row * best.idx_stride + place];
     } else {
       score = score_at(key);
       idx = best.first_index + place - best.k;
@@ -235,7 +128,7 @@ __global__ void __launch_bounds__(threads, blocks_an_sm) topk_kernel(Tile a /*pr
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const int j = item * N + i;
-        order[j] = in_order(score_of<M>(packets[item][i], of_column[i], of_row));
+        order[j] = in_order(topk::score_of<M>(packets[item][i], of_column[i], of_row));
         const Key key = key_of(order[j], static_cast<uint32_t>(a.best.k + first + i));
         if (first + i < end && key > bound) mask |= 1u << j;
       }
@@ -281,13 +174,6 @@ __global__ void __launch_bounds__(threads)
 
 // ---- right calls ---------------------------------------------------------------------------------------------------
 
-Metric metric_of(const std::string& metric) {
-  if (metric == "dot") return Metric::dot;
-  if (metric == "cosine") return Metric::cosine;
-  if (metric == "l2") return Metric::l2;
-  wrong_value("metric", "'dot', 'cosine' or 'l2'", "'" + metric + "'");
-}
-
 void must_be_terms(const std::optional<Tensor>& x, const char* argument, const Tensor& products, int dim,
                    Metric metric) {
   if (metric == Metric::dot) {
@@ -323,7 +209,8 @@ void run(const Context& context, Tile a, int64_t rows, int segments) {
 
 void topk_rows_(const Context& context, const Tensor& best /*[Q, k], written*/, const Tensor& idx /*[Q, k], written*/,
                 const Tensor& products /*[Q, n]*/, const std::optional<Tensor>& row_terms /*[Q]*/,
-                const std::optional<Tensor>& column_terms /*[n]*/, const std::string& metric, int64_t first_index) {
+                const std::optional<Tensor>& column_terms /*[n]*/, const std::string& metric, int64_t first_index,
+                bool fresh) {
   must_be_floating(products, "products");
   if (products.rank != 2) wrong_value("products", "shape [Q, n]", shape_of(products));
   const int64_t rows = products.shape[0], columns = products.shape[1];
@@ -335,7 +222,7 @@ void topk_rows_(const Context& context, const Tensor& best /*[Q, k], written*/, 
   if (idx.rank != 2 || idx.shape[0] != rows || idx.shape[1] != k) {
     wrong_value("idx", "shape [" + std::to_string(rows) + ", " + std::to_string(k) + "]", shape_of(idx));
   }
-  const Metric of = metric_of(metric);
+  const Metric of = topk::metric_of(metric);
   must_be_terms(row_terms, "row_terms", products, 0, of);
   must_be_terms(column_terms, "column_terms", products, 1, of);
   constexpr int64_t most_index = int64_t{1} << 62;
@@ -368,7 +255,8 @@ void topk_rows_(const Context& context, const Tensor& best /*[Q, k], written*/, 
     a.products = products.data, a.stride = products.stride[0], a.columns = static_cast<int>(columns);
     a.of_row = row_terms ? row_terms->as<const float>() : nullptr;
     a.of_column = column_terms ? column_terms->as<const float>() : nullptr;
-    a.best = {best.as<float>(), idx.as<int64_t>(), best.stride[0], idx.stride[0], static_cast<int>(k), first_index};
+    a.best = {best.as<float>(),    idx.as<int64_t>(), best.stride[0], idx.stride[0],
+              static_cast<int>(k), first_index,       fresh};
     constexpr int step = threads * held_values;
     int segments = segments_of(context, rows, columns, k);
     a.segment = static_cast<int>(std::max<int64_t>(1, ((columns + segments - 1) / segments + step - 1) / step) * step);

@@ -16,6 +16,7 @@
 #include "prequal/ragged.h"
 #include "prequal/rope_plan.h"
 #include "prequal/row_plan.h"
+#include "prequal/search_plan.h"
 #include "prequal/tensor.h"
 
 using namespace prequal;
@@ -312,6 +313,11 @@ void plan_rope(int heads, int rotary, int vec, int interleaved, int* out /*[3]*/
 void plan_heads(int dim, int vec, int items, int heads, int* out /*[5]*/) {
   const HeadPlan found = head_plan(dim, vec, items, heads);
   out[0] = found.lanes, out[1] = found.heads, out[2] = found.chunks, out[3] = found.tokens, out[4] = found.threads;
+}
+
+void plan_search(int64_t rows, int64_t k, int64_t queries, int multiprocessors, int threads, int* out /*[3]*/) {
+  const SearchPlan found = search_plan(rows, k, queries, multiprocessors, threads);
+  out[0] = found.threads, out[1] = found.blocks, out[2] = found.tiles_a_group;
 }
 
 // The first n, divided by `divisor` in the way of a kernel, that comes out wrong; -1 where none does.

@@ -46,6 +46,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         ("blocks_of", ctypes.c_int, [ctypes.c_int] * 2),
         ("plan_rope", None, [*[ctypes.c_int] * 4, ctypes.c_void_p]),
         ("plan_heads", None, [*[ctypes.c_int] * 4, ctypes.c_void_p]),
+        ("plan_search", None, [*[ctypes.c_int64] * 3, *[ctypes.c_int] * 2, ctypes.c_void_p]),
         ("wrong_quotient", ctypes.c_int, [ctypes.c_int]),
         ("move_row", ctypes.c_int, [*[ctypes.c_void_p] * 3, *[ctypes.c_int] * 2]),
         ("apart_alone", ctypes.c_int, [ctypes.c_int, *[ctypes.c_void_p] * 2]),
@@ -813,3 +814,24 @@ def test_a_scale_is_that_of_the_reference_finite_and_never_too_small_to_divide_b
         assert (got.view(torch.int32) & 0x7FFFFF).eq(0).all()
     elif bound == torch.inf:
         assert (amax / got <= torch.finfo(dtype).max * (1 + 2.0**-23)).all()
+
+
+# ---- searches --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 46, 132])
+@pytest.mark.parametrize("k", [1, 10, 128])
+def test_a_search_has_a_block_at_least_and_its_sample_lies_in_the_corpus(native, k, multiprocessors):
+    for rows in (0, 1, 16, 17, 1000, 16_367, 16_368, 16_369, 100_000, 500_000, 1_000_003, 2**30):
+        for queries in (1, 8, 9, 32, 64):
+            out = (ctypes.c_int * 3)()
+            native.plan_search(rows, k, queries, multiprocessors, 512, out)
+            threads, blocks, tiles_a_group = out
+            tiles = -(-rows // 16)
+            assert threads % 32 == 0
+            assert 1 <= blocks <= multiprocessors
+            assert blocks <= max(1, tiles)
+            assert (tiles_a_group > 0) == (tiles >= 1024)
+            assert tiles_a_group == 1 or 8 * 1024 * tiles_a_group <= tiles or not tiles_a_group
+            if blocks > (multiprocessors + 1) // 2 and tiles_a_group:  # lists of 8 bytes a key
+                assert 6.5 * 8 * blocks * k <= rows

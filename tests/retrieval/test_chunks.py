@@ -7,11 +7,13 @@ import itertools
 import pytest
 
 from prequal.retrieval.chunks import (
+    LARGE_CORPUS,
     LEAST_WORKSPACE_BYTES,
     MOST_QUERIES,
     MOST_WORKSPACE_BYTES,
     STEP,
     default_workspace,
+    in_one_pass,
     parts,
     tile_sizes,
 )
@@ -37,12 +39,25 @@ def test_the_workspace_is_used():
         assert rows * (columns + STEP) * 4 > LEAST_WORKSPACE_BYTES
 
 
-def test_the_default_is_less_than_a_tenth_of_all_scores_where_these_are_large():
-    for queries, corpus, itemsize in itertools.product(SIZES, SIZES, (2, 4, 8)):
+def test_the_default_and_norms_are_less_than_a_tenth_of_all_scores_of_a_large_corpus():
+    for queries, corpus, itemsize in itertools.product((*SIZES, 300, 1024), (*SIZES, LARGE_CORPUS), (2, 4, 8)):
         found = default_workspace(queries, corpus, itemsize)
-        assert LEAST_WORKSPACE_BYTES <= found <= MOST_WORKSPACE_BYTES
-        assert found == LEAST_WORKSPACE_BYTES or 10 * found < queries * corpus * itemsize
+        assert found <= MOST_WORKSPACE_BYTES
+        if corpus < LARGE_CORPUS:
+            assert found >= LEAST_WORKSPACE_BYTES
+        else:
+            assert found == 2**20 or 10 * (found + 4 * corpus) < queries * corpus * itemsize
     assert len(parts(1_000_000, tile_sizes(1024, 1_000_000, 4, default_workspace(1024, 1_000_000, 2))[1])) == 25
+
+
+def test_one_pass_is_for_what_its_kernel_takes():
+    assert in_one_pass(1, 256, 1_000_000, 10, 2)
+    assert in_one_pass(16, 1024, 1000, 128, 4)
+    assert not in_one_pass(1, 256, 1_000_000, 129, 2)
+    assert not in_one_pass(1, 3073, 1_000_000, 10, 2)
+    assert not in_one_pass(1, 256, 2**30 + 1, 10, 2)
+    assert not in_one_pass(1, 256, 1_000_000, 10, 8)
+    assert not in_one_pass(100_000, 1024, 1_000_000, 10, 2)
 
 
 @pytest.mark.parametrize(("total", "size"), [(0, 3), (1, 3), (3, 3), (4, 3), (1000, 7)])

@@ -218,11 +218,12 @@ def test_transforms_are_taken_of_the_formula(device, metric):
     torch.testing.assert_close(grad, torch.autograd.grad(prequal.cosine_topk(x, rows, 5, metric=metric)[0].sum(), x)[0])
 
 
-def test_it_compiles_without_a_graph_break(device):
+@pytest.mark.parametrize("budget", [None, 300])
+def test_it_compiles_without_a_graph_break(device, budget):
     q, rows = normals(3, 8, torch.float32, device), normals(60, 8, torch.float32, device, 5)
 
     def call(q, rows):
-        return prequal.cosine_topk(q, rows, 5, metric="l2", max_workspace_bytes=300)
+        return prequal.cosine_topk(q, rows, 5, metric="l2", max_workspace_bytes=budget)
 
     torch.compiler.reset()
     got = torch.compile(call, fullgraph=True, backend="aot_eager")(q, rows)
@@ -269,13 +270,13 @@ def test_a_wrong_call_says_what_is_wrong(change, error, match):
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_an_index_answers_as_the_call_with_its_norms(device, metric):
-    q, rows = normals(3, 8, torch.bfloat16, device), normals(80, 8, torch.bfloat16, device, 5)
+    q, rows = of_norm_five(3, torch.bfloat16, device), of_norm_five(80, torch.bfloat16, device, 5)
     index = prequal.CorpusIndex(rows, metric=metric)
     want = prequal.cosine_topk(q, rows, 7, metric=metric, corpus_norms=index.norms)
     for made in (index, copy.deepcopy(index), pickle.loads(pickle.dumps(index))):
         got = made.topk(q, 7)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert repr(index) == f"CorpusIndex([80, 8] bfloat16 on {rows.device}, {metric})"
+    assert repr(index) == f"CorpusIndex([80, 4] bfloat16 on {rows.device}, {metric})"
 
 
 def test_an_index_notices_that_its_corpus_was_written(device):
@@ -356,8 +357,10 @@ def test_shards_of_three_ranks_are_the_whole(sizes, all_ranks):
 def test_the_kernel_serves_the_search(cuda, queries, corpus, width, dtype, metric):
     q, rows = integers(queries, width, dtype, cuda, most=1), integers(corpus, width, dtype, cuda, 3, most=1)
     scores, idx = prequal.cosine_topk(q, rows, 100, metric=metric)
-    assert prequal.stats()["topk_rows_"][str(cuda)]["reference"] == {}
-    with prequal.reference("topk_rows_"):
+    stats = prequal.stats()
+    assert {"topk_rows_", "topk_products"} & stats.keys()
+    assert all(stats[name][str(cuda)]["reference"] == {} for name in stats)
+    with prequal.reference("topk_rows_", "topk_products", "row_norms"):
         want = prequal.cosine_topk(q, rows, 100, metric=metric)
     assert torch.equal(idx, want[1])
     assert torch.equal(scores, want[0])
@@ -383,15 +386,25 @@ def test_a_search_waits_for_nothing_and_is_captured(cuda):
 
 
 @pytest.mark.gpu
-def test_the_scores_are_never_all_in_memory(cuda):
-    q, rows = normals(256, 64, torch.bfloat16, cuda), normals(500_000, 64, torch.bfloat16, cuda, 3)
-    prequal.cosine_topk(q, rows, 10)
+@pytest.mark.parametrize(("queries", "corpus", "k"), [(1, 1_000_000, 128), (16, 500_000, 128), (256, 500_000, 10)])
+def test_a_search_takes_less_than_a_tenth_of_the_memory_of_all_scores(cuda, queries, corpus, k):
+    q, rows = normals(queries, 64, torch.bfloat16, cuda), normals(corpus, 64, torch.bfloat16, cuda, 3)
+    prequal.cosine_topk(q, rows, k)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    prequal.cosine_topk(q, rows, 10)
+    prequal.cosine_topk(q, rows, k)
     torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before < q.shape[0] * rows.shape[0] * q.element_size() / 10
+    assert torch.cuda.max_memory_allocated() - before < queries * corpus * q.element_size() / 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize(("queries", "corpus"), [(1, 100_003), (20, 40_000), (100, 70_001)])
+def test_one_pass_and_tiles_are_as_good(cuda, queries, corpus, metric):
+    q, rows = normals(queries, 96, torch.bfloat16, cuda), normals(corpus, 96, torch.bfloat16, cuda, 3)
+    for budget in (None, 2**24):
+        is_as_good(prequal.cosine_topk(q, rows, 60, metric=metric, max_workspace_bytes=budget), q, rows, 60, metric)
 
 
 if __name__ == "__main__":

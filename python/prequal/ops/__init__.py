@@ -48,6 +48,7 @@ from .rms_norm import rms_norm_backward as rms_norm_backward
 from .rms_norm_quantize_fp8 import rms_norm_quantize_fp8 as rms_norm_quantize_fp8
 from .rope import rope as rope
 from .rope import rope_ as rope_
+from .row_norms import row_norms as row_norms
 from .sparse_batch_mul_add import sparse_batch_mul_add as sparse_batch_mul_add
 from .sparse_batch_mul_add import sparse_batch_mul_add_ as sparse_batch_mul_add_
 from .sparse_batch_mul_add import sparse_batch_mul_add_backward as sparse_batch_mul_add_backward
@@ -63,5 +64,6 @@ from .swiglu import swiglu_backward as swiglu_backward
 from .swiglu import swiglu_packed as swiglu_packed
 from .swiglu import swiglu_packed_backward as swiglu_packed_backward
 from .swiglu_quantize_fp8 import swiglu_quantize_fp8 as swiglu_quantize_fp8
+from .topk_products import topk_products as topk_products
 from .topk_rows import topk_rows_ as topk_rows_
 from .viterbi_decode import viterbi_decode as viterbi_decode

@@ -47,6 +47,9 @@ def samples(device):
                 yield Sample(f"{name} {rows} x {columns}, {k}, {metric}", tile(rows, columns, k, dtype, metric))
         yield Sample(f"{name} nothing yet", tile(5, 9001, 40, dtype, held=0))
         yield Sample(f"{name} all held", tile(5, 9001, 40, dtype, "l2", held=40))
+        for columns in (2, 900, 70_000):
+            best, idx, *rest = tile(3, columns, 40, dtype, "cosine", held=40)
+            yield Sample(f"{name} fresh, {columns}", (best * torch.nan, idx, *rest), {"fresh": True})
         yield Sample(f"{name} no rows", tile(0, 33, 4, dtype))
         yield Sample(f"{name} no columns", tile(3, 0, 4, dtype, "cosine"))
         best, idx, products, *rest = tile(6, 4200, 20, dtype, "l2")
@@ -80,6 +83,7 @@ def topk_rows_(
     metric: str = "dot",
     *,
     first_index: int = 0,
+    fresh: bool = False,
 ) -> None:
     """One step of a search over a corpus in tiles: what of a tile of products is better than what was found before.
 
@@ -95,6 +99,8 @@ def topk_rows_(
         metric: "dot": the score is the product z; "cosine": ``z * column * row``; "l2": ``min(2 z - column - row, 0)``,
             minus the squared distance.
         first_index: the index of column 0.
+        fresh: every place is empty, whatever stands in best and idx: they are not read, and need not be filled before.
+            A place that stays empty becomes -inf and -1.
 
     Returns:
         None.
@@ -103,7 +109,8 @@ def topk_rows_(
     first, in their order, then the columns in theirs. NaN counts as larger than infinity; zeros of both signs are one.
 
     Raises:
-        TypeError: products are not floating; best, idx or terms of another dtype; metric is no str.
+        TypeError: products are not floating; best, idx or terms of another dtype; metric is no str, fresh
+            no bool.
         ValueError: shapes that do not fit; another metric, terms missing or given where there are none; a negative
             first_index; two devices; best or idx in memory that another argument lies in. Nothing is written then.
         RuntimeError: a gradient would have to be recorded.
@@ -113,6 +120,9 @@ def topk_rows_(
     Source: Johnson, Douze and Jegou, Billion-scale similarity search with GPUs, 2017: a filter by the k-th best. The
     rest is a sort.
     """
+    if fresh:
+        best.fill_(-torch.inf)
+        idx.fill_(-1)
     scores = scores_of(products.to(best.dtype), row_terms, column_terms, metric)
     columns = torch.arange(first_index, first_index + products.shape[1], device=idx.device)
     every = torch.cat((best, scores), 1)
@@ -123,7 +133,7 @@ def topk_rows_(
 
 
 def scores_of(products: Tensor, row_terms: Tensor | None, column_terms: Tensor | None, metric: str) -> Tensor:
-    """[Q, n] in the dtype of computation."""
+    """[Q, n] in the dtype of computation. column_terms [n], or [Q, n]."""
     if metric == "dot":
         return products
     assert row_terms is not None
@@ -143,7 +153,7 @@ def best_of(scores: Tensor, idx: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 @topk_rows_.check
-def _(best, idx, products, row_terms, column_terms, metric, *, first_index):
+def _(best, idx, products, row_terms, column_terms, metric, *, first_index, fresh):
     for name, x in (("best", best), ("idx", idx), ("products", products)):
         c.is_tensor(name, x)
     c.is_floating("products", products)
@@ -165,6 +175,7 @@ def _(best, idx, products, row_terms, column_terms, metric, *, first_index):
         else:
             is_wide(name, x, (size,), products)
     c.in_range("first_index", first_index, 0, 2**62)
+    c.is_bool("fresh", fresh)
     c.same_device(best=best, idx=idx, products=products, row_terms=row_terms, column_terms=column_terms)
     c.is_apart("best", best)
     c.is_apart("idx", idx)
@@ -182,12 +193,12 @@ def is_metric(metric):
         raise ValueError(f"metric: expected 'dot', 'cosine' or 'l2', got {metric!r}")
 
 
-def is_wide(name, x, shape, products):
+def is_wide(name, x, shape, products, of="products"):
     c.is_tensor(name, x)
     wide = wide_of(products)
     if x.dtype != wide:
         raise TypeError(
-            f"{name}: expected {c.short(wide)} for products of {c.short(products.dtype)}, got {c.short(x.dtype)}"
+            f"{name}: expected {c.short(wide)} for {of} of {c.short(products.dtype)}, got {c.short(x.dtype)}"
         )
     c.has_shape(name, x, shape)
 
@@ -229,6 +240,7 @@ def _(device):
     yield BadCall((best, idx, z, rows, columns[1:], "cosine"), ValueError, short)
     yield BadCall((best, idx, z), ValueError, r"first_index: expected 0 to", {"first_index": -1})
     yield BadCall((best, idx, z), TypeError, r"first_index: expected an int, got str", {"first_index": "0"})
+    yield BadCall((best, idx, z), TypeError, r"fresh: expected a bool, got int", {"fresh": 1})
     own = r"best: expected a place of its own for every element"
     yield BadCall((best[:1].expand(4, 3), idx, z), ValueError, own)
     shared = r"products: expected memory apart from that of best, which is written, got shared memory"

@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
-# The tile is written by the matrix product and read once by topk_rows_: at its least it is below the size of the L2
-# cache (H200: 60 MB, A100: 40), with room for the rows of the corpus that the product reads, so that it need not go to
-# memory. But a tile took 66 us, the kernel 13 of them: 1,024 queries in a million rows, 245 tiles of 16 MiB, 16.2 ms,
-# and torch 8.4. Not tuned.
-LEAST_WORKSPACE_BYTES, MOST_WORKSPACE_BYTES = 2**24, 2**28
+from prequal.ops.topk_products import MOST_KEPT, MOST_QUERY_BYTES, MOST_ROWS
+
+# Measured on an H200, products of 1,024 queries and a million rows in bfloat16, written in float32, by the size of a
+# tile: microseconds in all, calls from Python one after the other (a call takes 17 to 19 us at least).
+#
+#            16 MiB     32     64    128    256
+# D    64     4,588  3,035  1,793  1,445  1,332
+#     256     6,900  2,303  2,270  1,746  1,550
+#   1,024     4,858  4,267  3,823  3,565  3,585
+LEAST_WORKSPACE_BYTES, MOST_WORKSPACE_BYTES = 2**26, 2**28
+LARGE_CORPUS = 500_000  # rows from which on memory counts for more: a tenth of what torch takes
 # More queries than this a tile make its rows of the corpus few, and each tile is a launch.
 MOST_QUERIES = 1024
 STEP = 128  # rows of the corpus: a matrix product's own tile
 
+# Queries. topk_products reads the corpus once for each 64. Its products alone took 142 us for 64 queries and a million
+# rows of 256 (H200, bfloat16); a matrix product in tiles of 64 MiB 239, with norms of 118 and the choice still to come;
+# torch's product and topk of 128 queries 1,272. A small corpus is a few launches either way.
+MOST_IN_ONE_PASS, MOST_OF_A_SMALL_CORPUS = 128, 64
+SMALL_CORPUS = 16_384  # rows
+
+
+def in_one_pass(queries: int, width: int, corpus: int, k: int, itemsize: int) -> bool:
+    """Whether `topk_products` searches, and not a matrix product with `topk_rows_` behind it: for few queries, where
+    reading the corpus takes longer than multiplying, and where its kernel takes the call.
+
+    Pure: of these five numbers alone.
+    """
+    if itemsize > 4 or k > MOST_KEPT or corpus > MOST_ROWS or width * itemsize > MOST_QUERY_BYTES:
+        return False
+    return queries <= (MOST_OF_A_SMALL_CORPUS if corpus < SMALL_CORPUS else MOST_IN_ONE_PASS)
+
 
 def default_workspace(queries: int, corpus: int, itemsize: int) -> int:
-    """A twelfth of all scores in the dtype of the vectors, which torch's product makes: a tenth, with room for results.
-    16 MiB at least, 256 at most.
+    """A twelfth of all scores in the dtype of the vectors, which torch's product makes: a tenth, with room for results;
+    of a large corpus less the 4 bytes a row that norms may take, of another 64 MiB at least. 256 at most.
 
     Pure: of these three numbers alone.
     """
-    return max(LEAST_WORKSPACE_BYTES, min(MOST_WORKSPACE_BYTES, queries * corpus * itemsize // 12))
+    twelfth = queries * corpus * itemsize // 12
+    least = LEAST_WORKSPACE_BYTES if corpus < LARGE_CORPUS else 2**20
+    return max(least, min(MOST_WORKSPACE_BYTES, twelfth - (0 if corpus < LARGE_CORPUS else 4 * corpus)))
 
 
 def tile_sizes(queries: int, corpus: int, itemsize: int, max_workspace_bytes: int) -> tuple[int, int]:

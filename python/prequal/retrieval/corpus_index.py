@@ -9,13 +9,14 @@ from torch import Tensor
 
 from prequal import constraints as c
 from prequal.errors import StaleIndexError
+from prequal.ops import row_norms
 from prequal.ops._rows import FLOATS
 from prequal.ops.topk_rows import is_metric
 from prequal.point_index import _key_of, _moved
 from prequal.runtime.parameter_cache import watch
 
 from .topk import answer, check_call
-from .walk import norms_of, terms_of
+from .walk import terms_of_rows
 
 
 class CorpusIndex:
@@ -26,7 +27,8 @@ class CorpusIndex:
             that it lies in, until a rebuild.
         metric: "cosine", "dot" or "l2", as in `prequal.cosine_topk`.
 
-    Every answer is that of `prequal.cosine_topk` with these norms. Gradients are taken as it takes them, and flow to
+    Every answer is that of `prequal.cosine_topk` with these norms ("l2": with their squares before they are rounded to
+    norms). Gradients are taken as it takes them, and flow to
     `corpus` too.
 
     A write to the corpus after the build makes the index stale: the next query raises `StaleIndexError`, which names
@@ -56,8 +58,8 @@ class CorpusIndex:
         is_metric(self.metric)
         if torch._C._functorch.is_functorch_wrapped_tensor(corpus):
             raise TypeError("corpus: expected a tensor of no torch.func transform, got one")
-        self.norms = norms_of(corpus.detach())
-        self._terms = terms_of(self.norms, self.metric)
+        self.norms = row_norms(corpus.detach())
+        self._terms = terms_of_rows(corpus.detach(), self.metric)
         self._memory = corpus.detach()  # as KnnIndex: what a key names the address of is not freed
         if not corpus.is_inference():
             watch(corpus)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from prequal.ops._rows import FLOATS, wide_of
 from prequal.ops.topk_rows import is_metric
 from prequal.registry import is_transformed
 
-from .chunks import LEAST_WORKSPACE_BYTES, default_workspace
 from .walk import merged, plain_formula, reranked, rescored, search
 
 MOST_RESULTS = 128  # k, and of rerank
+RERANK_WORKSPACE_BYTES = 2**24  # unless the caller says what it may be
 
 
 def cosine_topk(
@@ -118,16 +119,14 @@ def answer(queries, corpus, k, metric, norms, terms, rerank, group, first_index,
         return plain_formula(queries, corpus, k, metric, first_index or 0)
     if first_index is None:
         first_index = 0 if group is None else rows_before(corpus, group)
-    tiles, again = workspace, workspace
-    if workspace is None:
-        tiles = default_workspace(queries.shape[0], corpus.shape[0], queries.element_size())
-        again = LEAST_WORKSPACE_BYTES
-    with torch.no_grad():
-        q, rows = queries.detach(), corpus.detach()
-        norms = None if norms is None else norms.detach()
-        scores, idx = search(q, rows, k + rerank, metric, norms, terms, first_index, tiles)
+    if norms is not None and norms.requires_grad:
+        norms = norms.detach()
+    # no_grad is a part of what a small call takes in Python: only where something would be recorded
+    with torch.no_grad() if wanted else nullcontext():
+        q, rows = (queries.detach(), corpus.detach()) if wanted else (queries, corpus)
+        scores, idx = search(q, rows, k + rerank, metric, norms, terms, first_index, workspace)
         if rerank:
-            scores, idx = reranked(q, rows, idx, k, metric, first_index, again)
+            scores, idx = reranked(q, rows, idx, k, metric, first_index, workspace or RERANK_WORKSPACE_BYTES)
         if group is not None:
             scores, idx = of_all_ranks(scores, idx, k, group)
     if wanted:

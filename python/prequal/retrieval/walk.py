@@ -1,4 +1,4 @@
-"""The search: tile by tile a matrix product and a merge, then what is computed again for the few that are left."""
+"""The search: in one pass, or tile by tile a matrix product and a merge; then what is computed again for a few."""
 
 from __future__ import annotations
 
@@ -6,29 +6,24 @@ import torch
 from torch import Tensor
 
 from prequal.losses.walk import without_autocast
-from prequal.ops import topk_rows_
+from prequal.ops import row_norms, topk_products, topk_rows_
 from prequal.ops._rows import wide_of
+from prequal.ops.row_norms import inverse_of
 from prequal.ops.topk_rows import best_of, nothing_yet, scores_of
 
-from .chunks import parts, tile_sizes
-
-
-def norms_of(x: Tensor) -> Tensor:
-    """[n, D] to [n], in the dtype of computation."""
-    return torch.linalg.vector_norm(x, dim=1, dtype=wide_of(x))
-
-
-def inverse_of(norms: Tensor) -> Tensor:
-    """One over it; of what is below the smallest normal number, zero."""
-    tiny = torch.finfo(norms.dtype).tiny
-    return torch.where(norms < tiny, 0.0, 1.0 / norms.clamp(min=tiny))
+from .chunks import default_workspace, in_one_pass, parts, tile_sizes
 
 
 def terms_of(norms: Tensor, metric: str) -> Tensor | None:
-    """What `topk_rows_` asks of each row or column."""
+    """What `topk_rows_` asks of each row or column, from its norms."""
     if metric == "dot":
         return None
     return inverse_of(norms) if metric == "cosine" else norms.square()
+
+
+def terms_of_rows(x: Tensor, metric: str) -> Tensor | None:
+    """The same from the vectors [n, D]."""
+    return None if metric == "dot" else row_norms(x, "inverse" if metric == "cosine" else "square")
 
 
 def inner_products(queries: Tensor, corpus: Tensor, out: Tensor) -> None:
@@ -51,46 +46,48 @@ def search(
     norms: Tensor | None,
     terms: Tensor | None,
     first_index: int,
-    max_workspace_bytes: int,
+    max_workspace_bytes: int | None,
 ) -> tuple[Tensor, Tensor]:
     """(scores, idx), both [Q, k]: of queries [Q, D] and corpus [C, D].
 
     norms and terms: [C], what is known of the corpus; terms are those of the metric, and norms are not looked at then.
+    max_workspace_bytes: None where the search may choose its way.
     """
     wide = wide_of(queries)
-    best, idx = nothing_yet(queries.shape[0], k, wide, queries.device)
-    if metric != "dot" and terms is None and norms is not None:
+    if terms is None and norms is not None:
         terms = terms_of(norms, metric)
+    if max_workspace_bytes is None:
+        lie_together = queries.stride(1) == 1 and corpus.stride(1) == 1
+        if lie_together and in_one_pass(queries.shape[0], queries.shape[1], corpus.shape[0], k, queries.element_size()):
+            return topk_products(queries, corpus, k, terms, metric, first_index=first_index)
+        max_workspace_bytes = default_workspace(queries.shape[0], corpus.shape[0], queries.element_size())
+    if not corpus.shape[0]:
+        return nothing_yet(queries.shape[0], k, wide, queries.device)
+    best = queries.new_empty((queries.shape[0], k), dtype=wide)
+    idx = queries.new_empty((queries.shape[0], k), dtype=torch.int64)
+    if terms is None:
+        terms = terms_of_rows(corpus, metric)
+    row_terms = terms_of_rows(queries, metric)
     rows, columns = tile_sizes(queries.shape[0], corpus.shape[0], wide.itemsize, max_workspace_bytes)
     step = 16 // wide.itemsize
     buffer = queries.new_empty((rows, -(-columns // step) * step), dtype=wide)  # every row begins at 16 bytes
-    several = queries.shape[0] > rows
     with without_autocast(queries.device):
         for q_begin, q_end in parts(queries.shape[0], rows):
             some = queries[q_begin:q_end]
-            row_terms = None if metric == "dot" else terms_of(norms_of(some), metric)
-            found: list[Tensor] = []  # terms of the tiles, for the queries after these
+            some_terms = None if row_terms is None else row_terms[q_begin:q_end]
             for begin, end in parts(corpus.shape[0], columns):
-                tile = corpus[begin:end]
-                column_terms = None
-                if metric != "dot":
-                    column_terms = terms_of(norms_of(tile), metric) if terms is None else terms[begin:end]
-                    if several and terms is None:
-                        assert column_terms is not None
-                        found.append(column_terms)
                 products = buffer[: q_end - q_begin, : end - begin]
-                inner_products(some, tile, products)
+                inner_products(some, corpus[begin:end], products)
                 topk_rows_(
                     best[q_begin:q_end],
                     idx[q_begin:q_end],
                     products,
-                    row_terms,
-                    column_terms,
+                    some_terms,
+                    None if terms is None else terms[begin:end],
                     metric,
                     first_index=first_index + begin,
+                    fresh=begin == 0,
                 )
-            if found:
-                terms = torch.cat(found)
     return best, idx
 
 

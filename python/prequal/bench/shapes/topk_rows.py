@@ -20,7 +20,7 @@ from prequal.registry import Cost
 
 
 @prequal.topk_rows_.cost
-def _(best, idx, products, row_terms, column_terms, metric, *, first_index):
+def _(best, idx, products, row_terms, column_terms, metric, *, first_index, fresh):
     # products and terms read; what is held read, and written only where something passes
     read = (x for x in (best, idx, products, row_terms, column_terms) if x is not None)
     steps = {"dot": 0, "cosine": 2, "l2": 3}[metric]  # a score
