@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prequal.losses.walk import without_autocast
 from prequal.ops import pairwise_direct, pairwise_from_products_, pairwise_within_counts, pairwise_within_fill
 from prequal.ops._rows import wide_of
 from prequal.ops.pairwise_distance import (
@@ -19,7 +18,7 @@ from prequal.ops.pairwise_distance import (
     pull_of_all,
     starts_of,
 )
-from prequal.registry import is_transformed
+from prequal.registry import is_transformed, without_autocast
 
 # From here on p = 2 is a matrix product. The direct form takes three operations of fp32 a coordinate and pair, a
 # product one; where that outweighs the pass over the products that follows it was reasoned, not measured.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prequal.losses.walk import without_autocast
 from prequal.ops import row_norms, topk_products, topk_rows_
 from prequal.ops._rows import wide_of
 from prequal.ops.row_norms import inverse_of
 from prequal.ops.topk_rows import best_of, nothing_yet, scores_of
+from prequal.registry import without_autocast
 
 from .chunks import default_workspace, in_one_pass, parts, tile_sizes
 
