@@ -117,4 +117,4 @@ def test_on_a_gpu_the_kernel_answers(program, few_texts, dtype, tmp_path):
     out = tmp_path / "search.json"
     given = ["--quick", "--device", "cuda", "--rounds", "1", "--runs", "2", "--dtype", dtype, "--json", str(out)]
     assert program.main(given) == 0
-    assert json.loads(out.read_text())["paths"] == {"topk_rows_": "fast"}
+    assert json.loads(out.read_text())["paths"] == {"topk_products": "fast"}  # few queries: one pass
