@@ -32,7 +32,7 @@ ROPE = {"basename": "rope", "source_digest": "1", "gpu": "H200"}
 
 def test_a_whole_lane_on_the_records_sources_speaks(stamp):
     assert stamp.outcome([lane(knn="1")], KNN) == "passed"
-    assert stamp.outcome([lane(knn="1", failed=["ops/test_rope.py::test_x"])], KNN) == "failed"
+    assert stamp.outcome([lane(knn="1", failed=["test_registry.py::test_x"])], KNN) == "failed"
 
 
 @pytest.mark.parametrize("other", [{"knn": "2"}, {}, {"knn": "1", "gpu": "A100"}])
@@ -42,11 +42,30 @@ def test_another_digest_or_gpu_is_refused(stamp, other):
 
 
 def test_what_failed_counts_until_it_has_run_again(stamp):
-    first = lane(knn="1", rope="0", failed=["ops/test_rope.py::test_x"])
-    again = lane(knn="1", rope="1", only=["rope", "losses"])
+    first = lane(knn="1", rope="0", failed=["ops/test_rope.py::test_x", "test_registry.py::test_y"])
+    again = lane(knn="1", rope="1", only=["rope", "registry", "losses"])
     assert stamp.outcome([first, again], KNN) == "passed"
     assert stamp.outcome([first, again], ROPE) == "passed"
-    assert stamp.outcome([first, lane(knn="1", rope="1", only=["losses"])], KNN) == "failed"
+    assert stamp.outcome([first, lane(knn="1", rope="1", only=["rope"])], KNN) == "failed"
+
+
+@pytest.mark.parametrize(
+    ("test", "against"),
+    [
+        ("ops/test_rope.py::test_x[cuda]", {"rope"}),
+        ("test_every_op.py::test_two_runs_give_the_same_bits[rope_-quick]", {"rope"}),
+        ("test_every_op.py::test_vmap[cuda-rms_norm_backward]", {"rms_norm"}),
+        ("test_every_op.py::test_vmap[cuda-rms_norm_quantize_fp8]", {"rms_norm_quantize_fp8"}),
+        ("test_every_op.py::test_vmap[cuda-radius]", {"rope", "rms_norm", "rms_norm_quantize_fp8", "topk_rows"}),
+        ("test_registry.py::test_x", {"rope", "rms_norm", "rms_norm_quantize_fp8", "topk_rows"}),
+        ("retrieval/test_text_search.py::test_x[float32]", {"topk_rows"}),
+    ],
+)
+def test_what_failed_counts_against_the_op_that_it_names_and_else_against_all(stamp, test, against):
+    digests = {"rope": "1", "rms_norm": "1", "rms_norm_quantize_fp8": "1", "topk_rows": "1"}
+    for name in digests:
+        record = {"basename": name, "source_digest": "1", "gpu": "H200"}
+        assert stamp.outcome([lane(failed=[test], **digests)], record) == ("failed" if name in against else "passed")
 
 
 def test_the_last_lane_that_ran_the_ops_tests_speaks(stamp):

@@ -113,7 +113,9 @@ def moe_permute(
     if n == 0:  # no token, or none of its choices
         xp = x.new_zeros((n, x.shape[1]))
     else:
-        by_bits = x.is_floating_point() and x.element_size() == 1  # torch fills no FP8; and vmap knows no view as a dtype
+        by_bits = (
+            x.is_floating_point() and x.element_size() == 1
+        )  # torch fills no FP8; and vmap knows no view as a dtype
         bits = x.view(torch.uint8) if by_bits else x
         xp = bits[source.clamp(min=0) // k].masked_fill((source < 0)[:, None], 0)
         xp = xp.view(x.dtype) if by_bits else xp
