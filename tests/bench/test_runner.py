@@ -10,7 +10,7 @@ import prequal
 from prequal.bench import cases as lists
 from prequal.bench.cases import Case, Other, Peer, contract_of
 from prequal.bench.evidence import problems
-from prequal.bench.runner import ROUNDS, Options, bound_call, first_line, floor_us, measure, rotated, run
+from prequal.bench.runner import ROUNDS, DeviceLost, Options, bound_call, first_line, floor_us, measure, rotated, run
 from prequal.errors import UnknownOpError
 from prequal.registry import OPS
 
@@ -84,6 +84,28 @@ def test_a_failure_of_one_is_reported_and_the_others_are_measured(clock, gpu):
     row = measure(case_of(Other("broken", broken, right), Other("ok", taking(clock, 30.0), right)), gpu, quiet())
     assert row["failed"] == {"broken": "RuntimeError: no kernel image"}
     assert "ok" in row["by"]
+
+
+@pytest.mark.parametrize("who", ["broken", "prequal"])
+def test_a_gpu_that_is_gone_ends_the_run_and_is_laid_to_who_was_the_first_to_fail(clock, monkeypatch, who):
+    gpu = FakeGpu(clock)
+    gone = []
+
+    def broken(*args):
+        gone.append(True)
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(gpu, "answers", lambda: not gone)
+    case = case_of(Other("broken", broken, right), Other("ok", taking(clock, 30.0), right))
+    if who == "prequal":
+        monkeypatch.setattr("prequal.bench.runner._time", broken)
+        case = case_of(Other("ok", taking(clock, 30.0), right))
+    kept = []
+    with pytest.raises(DeviceLost, match=r"no longer answers after .*: RuntimeError: an illegal memory access"):
+        run([case, case], gpu, quiet(), lambda case, row: kept.append(row))
+    (row,) = kept
+    assert row["failed"] == {who: "RuntimeError: an illegal memory access was encountered"}
+    assert row["by"] == {}
 
 
 def test_rounds_are_interleaved(clock):

@@ -70,6 +70,24 @@ def test_what_fails_beside_the_cases_costs_none_of_them(tmp_path, monkeypatch, c
     assert "beside its cases: FAILED" in capsys.readouterr().err
 
 
+def test_what_was_measured_before_a_gpu_was_gone_is_written(tmp_path, monkeypatch, capsys):
+    measure = runner.measure
+
+    def measured(case, *rest):
+        if case.op == "knn":
+            raise runner.DeviceLost("somebody", RuntimeError("an illegal memory access"))
+        return measure(case, *rest)
+
+    monkeypatch.setattr(runner, "measure", measured)
+    assert run("--ops", "rms_norm,knn", "--out", str(tmp_path)) == 1
+    whole, ended = (evidence.load(tmp_path / f"{name}.json") for name in ("rms_norm", "knn"))
+    assert (whole["complete"], ended["complete"]) == (True, False)
+    assert ended["rows"][-1]["failed"] == {"somebody": "RuntimeError: an illegal memory access"}
+    said = capsys.readouterr().err
+    assert "the GPU no longer answers after somebody" in said
+    assert "measured in" in said
+
+
 def test_results_alone_go_to_stdout(capsys):
     assert run("--ops", "rms_norm", "--json", "-") == 0
     printed = json.loads(capsys.readouterr().out)

@@ -53,6 +53,10 @@ class Device(Protocol):
         """Allocated beyond what was there, outputs included."""
         ...
 
+    def answers(self) -> bool:
+        """Whether it still does: a kernel that reads what is nobody's takes the whole process's GPU away."""
+        ...
+
     def ceilings(self) -> dict[str, float]:
         """What this device does at most, and what nothing costs on it, measured now."""
         ...
@@ -88,6 +92,9 @@ class Host:
 
     def peak_bytes(self, call: Call) -> int | None:
         return None
+
+    def answers(self) -> bool:
+        return True
 
     def ceilings(self) -> dict[str, float]:
         source = torch.ones(2**22, dtype=torch.uint8)
@@ -165,6 +172,13 @@ class Cuda:
         peak = torch.cuda.max_memory_allocated() - before
         del kept
         return peak
+
+    def answers(self) -> bool:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return False
+        return True
 
     def ceilings(self) -> dict[str, float]:
         def median(call: Call, runs: int = 30) -> float:

@@ -58,6 +58,14 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
 
 
+class DeviceLost(RuntimeError):
+    """The GPU no longer answers this process: of what follows nothing can be told."""
+
+    def __init__(self, who: str, error: BaseException) -> None:
+        super().__init__(f"the GPU no longer answers after {who}: {first_line(error)}")
+        self.who, self.why = who, first_line(error)
+
+
 def candidates(case: Case, op: Op, args: tuple[Any, ...], options: Options) -> tuple[list[Candidate], dict[str, str]]:
     """Who answers this case, and who does not, with why."""
     own = contract_of(op)
@@ -97,7 +105,7 @@ def measure(case: Case, device: Device, options: Options | None = None, say: Say
         row["absent"] = absent
 
     with torch.no_grad():
-        right = _those_who_are_right(case, op, args, everybody, row, say)
+        right = _those_who_are_right(case, op, device, args, everybody, row, say)
         _time(case, op, device, args, right, row, options, say)
         for one in right:
             row["by"][one.name] = _figures(case, one, op, cost, device, args)
@@ -121,7 +129,13 @@ def _let_serve(device: Device) -> None:
 
 
 def _those_who_are_right(
-    case: Case, op: Op, args: tuple[Any, ...], everybody: Sequence[Candidate], row: dict[str, Any], say: Say
+    case: Case,
+    op: Op,
+    device: Device,
+    args: tuple[Any, ...],
+    everybody: Sequence[Candidate],
+    row: dict[str, Any],
+    say: Say,
 ) -> list[Candidate]:
     few = case.reference_args(args)
     want = op.outcome(lambda every: op._call(op.reference, every), few)
@@ -133,6 +147,8 @@ def _those_who_are_right(
         except Exception as error:  # a peer's failure, or ours: reported, never timed
             row.setdefault("failed", {})[one.name] = first_line(error)
             say(f"  {one.name}: FAILED, not timed: {first_line(error)}")
+            if not device.answers():
+                raise DeviceLost(one.name, error) from error
             continue
         if wrong is not None:
             row.setdefault("wrong", {})[one.name] = wrong
@@ -282,7 +298,8 @@ def run(
 ) -> bool:
     """Measure them all, handing over each row as it is made; a case that fails is a row that says so.
 
-    False where it was stopped, by Ctrl-C or by the budget. `before` of `total` cases were measured already."""
+    False where it was stopped, by Ctrl-C or by the budget. Raises DeviceLost where nothing more can be
+    measured. `before` of `total` cases were measured already."""
     cases = list(cases)
     total = len(cases) if total is None else total
     try:
@@ -293,9 +310,15 @@ def run(
             say(f"[{number}/{total}] {case.op}: {case.name}")
             try:
                 row = measure(case, device, options, say)
-            except Exception as error:  # out of memory, a device that is gone: what was measured before must be written
+            except DeviceLost as lost:
+                keep(case, {"case": case.name, "op": case.op, "by": {}, "failed": {lost.who: lost.why}})
+                raise
+            except Exception as error:  # out of memory, say: what was measured before must be written
                 row = {"case": case.name, "op": case.op, "by": {}, "failed": {"prequal": first_line(error)}}
                 say(f"  FAILED, not timed: {first_line(error)}")
+                if not device.answers():
+                    keep(case, row)
+                    raise DeviceLost(f"the case {case.name}", error) from error
             keep(case, row)
     except KeyboardInterrupt:
         say("interrupted: what is done is written")

@@ -153,7 +153,9 @@ class Session:
             imported = _import_ms()
             if options.compile:
                 jobs = self.args.jobs or precompile.fitting_jobs(os.cpu_count() or 1, device.memory_bytes)
+                begun = time.monotonic()
                 precompile.compile_ahead([op.name for op in self.ops], self.tier, jobs, note)
+                note(f"compiled ahead in {time.monotonic() - begun:.0f} s")
         except KeyboardInterrupt:
             note("interrupted before the first case")
             return 130
@@ -163,7 +165,7 @@ class Session:
         def keep(case: Any, row: dict[str, Any]) -> None:
             self.records[next(op.basename for op in self.ops if op.name == case.op)]["rows"].append(row)
 
-        before = 0
+        before, begun = 0, time.monotonic()
         try:
             for name in self.basenames:  # a record is complete or not by itself, however far the others came
                 record = self.records[name]
@@ -177,6 +179,11 @@ class Session:
         except KeyboardInterrupt:
             note("interrupted: what is done is written")
             return 130
+        except runner.DeviceLost as lost:
+            note(f"{lost}; what is done is written")
+            return 1
+        finally:
+            note(f"measured in {time.monotonic() - begun:.0f} s")
         bad = any(
             "prequal" in row.get(kind, {})
             for record in self.records.values()
