@@ -20,6 +20,7 @@ from prequal.registry import OPS, Op
 from prequal.runtime.gate import Qualification, now
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPOSITORY / "tests")]  # best_rows
 
 
 def why_no_gpu() -> str | None:

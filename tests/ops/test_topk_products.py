@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import prequal
+from best_rows import by_numpy
 from prequal.ops.topk_rows import METRICS
 
 INF, NAN = float("inf"), float("nan")
@@ -17,14 +18,6 @@ def integers(rows, width, dtype, device, seed=0, most=2):
     """Small whole numbers: products have no rounding, and many are equal."""
     generator = torch.Generator().manual_seed(seed + rows)
     return torch.randint(-most, most + 1, (rows, width), generator=generator).to(device, dtype)
-
-
-def by_numpy(scores, k):
-    found, where = np.full((len(scores), k), -INF), np.full((len(scores), k), -1)
-    for row, values in enumerate(scores):
-        kept = np.lexsort((np.arange(len(values)), -values))[:k]
-        found[row, : len(kept)], where[row, : len(kept)] = values[kept], kept
-    return found, where
 
 
 def is_right(found, want):

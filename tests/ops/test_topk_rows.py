@@ -7,18 +7,10 @@ import pytest
 import torch
 
 import prequal
+from best_rows import by_numpy
 from prequal.ops.topk_rows import METRICS, nothing_yet
 
 INF, NAN = float("inf"), float("nan")
-
-
-def by_numpy(scores, k):
-    """One row after the other: (scores, indices) of the best, ties to the lowest index."""
-    found, where = np.full((len(scores), k), -INF), np.full((len(scores), k), -1)
-    for row, values in enumerate(scores):
-        kept = np.lexsort((np.arange(len(values)), -values))[:k]
-        found[row, : len(kept)], where[row, : len(kept)] = values[kept], kept
-    return found, where
 
 
 def walked(products, k, width, metric="dot", rows=None, columns=None):

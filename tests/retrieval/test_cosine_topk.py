@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import prequal
+from best_rows import by_numpy
 
 METRICS = ("cosine", "dot", "l2")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -46,14 +47,6 @@ def scores_of(queries, corpus, metric):
         norms = np.linalg.norm(q, axis=1)[:, None] * np.linalg.norm(rows, axis=1)
         products = np.divide(products, norms, out=np.zeros_like(products), where=norms > 0)
     return products
-
-
-def by_numpy(scores, k):
-    found, where = np.full((len(scores), k), -INF), np.full((len(scores), k), -1)
-    for row, values in enumerate(scores):
-        kept = np.lexsort((np.arange(len(values)), -values))[:k]
-        found[row, : len(kept)], where[row, : len(kept)] = values[kept], kept
-    return found, where
 
 
 def bound(queries, corpus, metric):
