@@ -152,10 +152,11 @@ def all_ranks(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Callabl
 
     def run(sizes: Sequence[int]) -> None:
         told = [str(tmp_path / "store"), *map(str, sizes)]
+        paths = [str(REPOSITORY / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        own = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        words = [sys.executable, request.module.__file__]
         ranks = [
-            subprocess.Popen(
-                [sys.executable, request.module.__file__, str(rank), *told], stderr=subprocess.PIPE, text=True
-            )
+            subprocess.Popen([*words, str(rank), *told], stderr=subprocess.PIPE, text=True, env=own)
             for rank in range(len(sizes))
         ]
         try:
