@@ -58,7 +58,7 @@ if wants test; then
   gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
   visible=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}
   threads=$(($(nproc) / shards)) # of each: with all the processors' threads in every process they wait for each other
-  words=(-m pytest -q --durations 10 -p no:cacheprovider -m gpu --ignore packaging -k "${only//,/ or }")
+  words=(-m pytest -q --tb short --show-capture no --durations 10 -p no:cacheprovider -m gpu --ignore packaging -k "${only//,/ or }")
   for ((shard = 0; shard < shards; ++shard)); do
     [ "$gpus" -gt 1 ] && visible="${visible#*,},${visible%%,*}"
     own=(CUDA_VISIBLE_DEVICES="$visible" PREQUAL_TEST_SHARD="$shard/$shards" OMP_NUM_THREADS=$((threads > 0 ? threads : 1)))
