@@ -58,8 +58,15 @@ def op_sources(source: pathlib.Path) -> dict[str, list[pathlib.Path]]:
     boundary = [source / "src/binding.h"]
     python = [*source.glob("python/prequal/ops/_[!_]*.py")]
     found = {}
-    for file in sorted(source.glob("python/prequal/ops/[!_]*.py")):
-        native = [*source.glob(f"src/ops/{file.stem}.cu"), *source.glob(f"src/ops/{file.stem}_*.cu*")]
+    ops = sorted(source.glob("python/prequal/ops/[!_]*.py"))
+
+    def belongs(unit: pathlib.Path, name: str) -> bool:
+        """To the op of the longest name that it begins with: rms_norm_quantize_fp8.cu is not one of rms_norm's."""
+        return max((op.stem for op in ops if f"{unit.stem}_".startswith(f"{op.stem}_")), key=len, default="") == name
+
+    units = sorted(source.glob("src/ops/*.cu*"))
+    for file in ops:
+        native = [unit for unit in units if unit.suffix == ".cu" and belongs(unit, file.stem)]
         used = [helper for helper in python if re.search(rf"\b{helper.stem}\b", file.read_text())]
         while more := [
             h for h in python if h not in used and any(re.search(rf"\b{h.stem}\b", u.read_text()) for u in used)

@@ -31,6 +31,47 @@ __device__ __forceinline__ uint32_t to_fp8_pair(float first, float second) {
 #endif
 }
 
+// 8 codes of a row, from its column `first` on; those past the row are zero.
+struct alignas(8) Codes8 {
+  uint32_t at[2];
+};
+
+template <bool Ragged>
+__device__ __forceinline__ Codes8 load_codes(const uint8_t* row /*[width]*/, int64_t first, int64_t width) {
+  Codes8 codes{};
+  if constexpr (Ragged) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (first + i < width) codes.at[i / 4] |= static_cast<uint32_t>(row[first + i]) << (i % 4 * 8);
+    }
+  } else {
+    if (first < width) codes = *reinterpret_cast<const Codes8*>(row + first);
+  }
+  return codes;
+}
+
+// Every FP8 number is a half: an e5m2 one is a half's upper byte, and for e4m3 sm_89 and later have an instruction.
+template <Fp8 F>
+__device__ __forceinline__ void floats_of(const Codes8& codes, float (&value)[8]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t pair = codes.at[i / 2] >> (i % 2 * 16);
+    if constexpr (F == Fp8::e5m2) {
+      const float2 two = __half22float2(bits_as<__half2>(__byte_perm(pair, 0, 0x1404)));
+      value[2 * i] = two.x, value[2 * i + 1] = two.y;
+    } else {
+#if __CUDA_ARCH__ >= 890
+      uint32_t halves;
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
+      const float2 two = __half22float2(bits_as<__half2>(halves));
+      value[2 * i] = two.x, value[2 * i + 1] = two.y;
+#else
+      value[2 * i] = from_fp8<F>(pair & 0xffu), value[2 * i + 1] = from_fp8<F>(pair >> 8 & 0xffu);
+#endif
+    }
+  }
+}
+
 // The codes of a packet: 8 bytes of a half's, 4 of fp32's.
 template <class T>
 struct alignas(widest<T>) Codes {

@@ -1,8 +1,8 @@
 // Normalisation of rows, and its gradient: the kernels of rms_norm, fused_add_rms_norm and layer_norm.
 //
-// A team (a warp, a block, a cluster of blocks) owns a row, which it holds in registers or in shared memory: each byte is
-// read once. Rows that no team can hold are read again, the second time from L2. Everything between a load and its store
-// is fp32.
+// A team (lanes of a warp, a warp, a block, a cluster of blocks) owns a row, which it holds in registers or in shared
+// memory: each byte is read once. Rows that no team can hold are read again, the second time from L2. Everything between
+// a load and its store is fp32.
 #pragma once
 
 #include <algorithm>
@@ -133,7 +133,7 @@ __device__ __forceinline__ RowStatistics statistics(Team& team, const Forward<T>
   } else {
     float sum = 0.0f;
     each([&](const Packet<T>& x, int) { sum += sum_of(x); });
-    Moments<2> of{warp_sum(sum) * team.inverse_of_warp(), {}};
+    Moments<2> of{team.first_mean(sum), {}};
     each([&](const Packet<T>& x, int column) { of.sum[0] += squares<Ragged>(x, of.mean, column, a.width); });
     team.moments(of);
     return {of.mean, rsqrtf(of.sum[0] * a.inverse + a.eps)};
@@ -150,9 +150,10 @@ template <int Items>
 constexpr int most_threads(RowKind team) {
   return team == RowKind::warp ? 128 : 512;
 }
-template <int Items>
+template <Kind kind, int Items>
 constexpr int least_blocks(RowKind team) {
-  return team == RowKind::warp ? 1 : Items == 2 ? 3 : 2;
+  if (team == RowKind::warp) return 1;
+  return kind == Kind::rms && Items == 2 ? 3 : 2;  // layer norm of 2 takes 56 registers, and 40 only with a frame
 }
 
 // A row into registers; what is added is added there, and the sum is stored. column(item): where a packet begins.
@@ -180,7 +181,7 @@ __device__ __forceinline__ void hold_row(Packet<T> (&held)[Items], const Forward
 }
 
 template <Kind kind, bool Add, class T, bool Ragged, int Items, class Team>
-__global__ void __launch_bounds__((most_threads<Items>(Team::kind)), (least_blocks<Items>(Team::kind)))
+__global__ void __launch_bounds__((most_threads<Items>(Team::kind)), (least_blocks<kind, Items>(Team::kind)))
     held_rows(const Forward<T> a) {
   constexpr int N = widest<T>;
   __shared__ typename Team::Shared shared;
@@ -399,17 +400,30 @@ constexpr RowPlan plan_of_rms(int64_t width) {
   return row_plan(width, widest<T>, Add ? 1024 : 512, 2048);
 }
 
+// Layer norm is held where rows are wide or a multiprocessor gets few: [16384, 8192] 158 us streamed and 148 held,
+// [1024, 4096] 7.7 and 6.8, but [16384, 4096] 73 and 79. Ragged rows are streamed (docs/rows.md).
+template <Kind kind, bool Add, class T, bool Ragged>
+RowPlan forward_plan(const Context& context, int64_t rows, int64_t width) {
+  const int64_t accesses = (width + widest<T> - 1) / widest<T>;
+  if (accesses <= widest_part) return part_plan(width, widest<T>);
+  const bool held =
+      !Ragged && (kind == Kind::rms || accesses >= 1024 || rows <= 8 * static_cast<int64_t>(multiprocessors(context)));
+  return held ? plan_of_rms<Add, T>(width) : row_plan(width, widest<T>, 0, 0);
+}
+
 template <Kind kind, bool Add, class T, bool Ragged>
 void run(const Context& context, const Forward<T>& a) {
   constexpr int sums = sums_of<kind>;
-  // Layer norm is faster streamed at any width (docs/rows.md).
-  constexpr bool held = kind == Kind::rms && !Ragged;
-  const RowPlan plan = held ? plan_of_rms<Add, T>(a.width) : row_plan(a.width, widest<T>, 0, 0);
+  const RowPlan plan = forward_plan<kind, Add, T, Ragged>(context, a.rows, a.width);
   const auto start = [&]<auto kernel>() {
     launch<kernel>(context, grid_of((a.rows + plan.rows - 1) / plan.rows), dim3(plan.threads), a);
   };
   switch (plan.kind) {
     case RowKind::warp:
+      switch (plan.threads / plan.rows) {
+        case 8: return start.template operator()<held_rows<kind, Add, T, Ragged, 1, PartTeam<8, sums>>>();
+        case 16: return start.template operator()<held_rows<kind, Add, T, Ragged, 1, PartTeam<16, sums>>>();
+      }
       switch (plan.items) {
         case 1: return start.template operator()<held_rows<kind, Add, T, Ragged, 1, WarpTeam<sums>>>();
         case 2: return start.template operator()<held_rows<kind, Add, T, Ragged, 2, WarpTeam<sums>>>();
@@ -417,7 +431,7 @@ void run(const Context& context, const Forward<T>& a) {
       }
       break;
     case RowKind::block:
-      if constexpr (held) {
+      if constexpr (!Ragged) {
         switch (plan.items) {
           case 2: return start.template operator()<held_rows<kind, Add, T, false, 2, BlockTeam<sums>>>();
           case 4: return start.template operator()<held_rows<kind, Add, T, false, 4, BlockTeam<sums>>>();

@@ -56,6 +56,45 @@ __device__ __forceinline__ int columns_in(int first, int words, int width, int p
 
 __device__ __forceinline__ float inverse_of(float n) { return n > 0.0f ? 1.0f / n : 0.0f; }
 
+// `Lanes` neighbours of a warp. The last ones of a grid may be without a row, so the others wait for no more than each other.
+template <int Lanes, int Sums>
+class PartTeam {
+ public:
+  static_assert(Lanes == 8 || Lanes == 16);
+  static constexpr RowKind kind = RowKind::warp;
+  struct Shared {};
+  __device__ explicit PartTeam(Shared&) {}
+
+  __device__ int thread() const { return threadIdx.x % Lanes; }
+  __device__ int threads() const { return Lanes; }
+  __device__ int64_t index() const {
+    return static_cast<int64_t>(blockIdx.x) * (blockDim.x / Lanes) + threadIdx.x / Lanes;
+  }
+  __device__ int64_t count() const { return static_cast<int64_t>(gridDim.x) * (blockDim.x / Lanes); }
+
+  __device__ __forceinline__ void sum(float (&value)[Sums]) const {
+#pragma unroll
+    for (int k = 0; k < Sums; ++k) value[k] = lanes_sum(value[k]);
+  }
+
+  __device__ void share_out(int width, int, int, int, int) { inverse_ = inverse_of(width); }
+  // of those that share a mean before the team joins
+  __device__ __forceinline__ float first_mean(float value) const { return lanes_sum(value) * inverse_; }
+  __device__ __forceinline__ void moments(Moments<Sums>& of) const {
+#pragma unroll
+    for (int k = 0; k < Sums - 1; ++k) of.sum[k] = lanes_sum(of.sum[k]);
+  }
+
+ private:
+  __device__ __forceinline__ float lanes_sum(float value) const {
+    const unsigned own = ((1u << Lanes) - 1) << (threadIdx.x % 32 / Lanes * Lanes);
+#pragma unroll
+    for (int step = Lanes / 2; step > 0; step /= 2) value += __shfl_xor_sync(own, value, step);
+    return value;
+  }
+  float inverse_ = 0.0f;
+};
+
 template <int Sums>
 class WarpTeam {
  public:
@@ -74,6 +113,7 @@ class WarpTeam {
 
   __device__ void share_out(int width, int, int, int, int) { inverse_ = inverse_of(width); }
   __device__ float inverse_of_warp() const { return inverse_; }
+  __device__ __forceinline__ float first_mean(float value) const { return warp_sum(value) * inverse_; }
   __device__ __forceinline__ void moments(Moments<Sums>& of) {
 #pragma unroll
     for (int k = 0; k < Sums - 1; ++k) of.sum[k] = warp_sum(of.sum[k]);
@@ -155,6 +195,8 @@ class BlockTeam {
     for (int k = 0; k < Sums - 1; ++k) of.sum[k] = part.at[k];
     join(of, of_lane_, inverse_of_block_);
   }
+  __device__ __forceinline__ float first_mean(float value) const { return warp_sum(value) * inverse_of_warp_; }
+  __device__ __forceinline__ void moments(Moments<Sums>& of) { offer_moments(of), take_moments(of); }
 
  private:
   Shared& shared_;

@@ -291,6 +291,13 @@ void plan(int64_t width, int vec, int two, int four, int* out /*[4]*/) {
   out[0] = static_cast<int>(found.kind), out[1] = found.items, out[2] = found.threads, out[3] = found.rows;
 }
 
+void plan_part(int64_t width, int vec, int* out /*[4]*/) {
+  const RowPlan found = part_plan(width, vec);
+  out[0] = static_cast<int>(found.kind), out[1] = found.items, out[2] = found.threads, out[3] = found.rows;
+}
+
+int widest_of_parts() { return widest_part; }
+
 void plan_stream(int64_t width, int vec, int ragged, int items, int inputs, int most, int largest, int shared_sm,
                  int shared_block, int registers, int* out /*[5]*/) {
   const auto resident = [&](int threads) { return blocks_by_registers(registers, threads); };

@@ -41,6 +41,8 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     for name, result, arguments in (
         ("plan", None, [ctypes.c_int64, *[ctypes.c_int] * 3, ctypes.c_void_p]),
         ("plan_stream", None, [ctypes.c_int64, *[ctypes.c_int] * 9, ctypes.c_void_p]),
+        ("plan_part", None, [ctypes.c_int64, ctypes.c_int, ctypes.c_void_p]),
+        ("widest_of_parts", ctypes.c_int, []),
         ("streams", ctypes.c_int64, [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]),
         ("teams", ctypes.c_int64, [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]),
         ("blocks_of", ctypes.c_int, [ctypes.c_int] * 2),
@@ -132,6 +134,19 @@ def test_every_width_has_a_plan_that_covers_it(native, vec, two, four):
             assert accesses > max(four, 128)
 
 
+@pytest.mark.parametrize("vec", [4, 8])
+def test_a_narrow_row_has_a_lane_for_each_access_in_one_warp_and_at_most_half_of_them_idle(native, vec):
+    for width in range(1, native.widest_of_parts() * vec + 1):
+        out = np.zeros(4, dtype=np.int32)
+        native.plan_part(width, vec, pointer(out))
+        kind, items, threads, rows = out.tolist()
+        assert (kind, items, threads) == (WARP, 1, 128)
+        lanes, accesses = threads // rows, -(-width // vec)
+        assert lanes in (8, 16)
+        assert lanes >= accesses
+        assert lanes == 8 or lanes < 2 * accesses
+
+
 # (shared memory of a multiprocessor, of a block, the widest cluster): sm_80, sm_86 and sm_89, sm_90, sm_90 without 16
 DEVICES = [(167936, 166912, 1), (102400, 101376, 1), (233472, 232448, 16), (233472, 232448, 8)]
 
@@ -188,6 +203,7 @@ def test_teams_are_no_more_than_rows_and_none_is_without(native, vec):
             assert 1 <= teams <= min(rows, resident)
             assert teams == rows or teams % vec == 0
     assert native.teams(16384, 396, 1) == 396
+    assert [native.teams(rows, 396, 1) for rows in (1, 63, 64, 1000, 1024, 1025, 2048)] == [1, 63, 64, 64, 64, 65, 128]
 
 
 def test_a_block_fits_as_often_as_its_registers_do(native):

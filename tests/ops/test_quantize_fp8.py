@@ -117,6 +117,22 @@ def test_back_again_is_within_half_a_step(device, granularity, dtype):
     assert ((back - x).abs() <= (relative + 2.0**-21) * x.abs() + subnormal * scale.max()).all()
 
 
+@formats
+@granularities
+@pytest.mark.parametrize("of", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_code_comes_back_as_its_number_times_its_scale(device, granularity, dtype, of):
+    numbers = torch.arange(256, dtype=torch.uint8).view(dtype)
+    shapes = ((1, 256), (3, 8), (5, 24), (300, 40), (7, 1), (3, 150, 400), (2, 5000), (9, 131), (3, 4104), (0, 8))
+    for *rows, width in shapes:
+        q = numbers.view(torch.uint8).repeat(-(-(width * max(1, int(np.prod(rows)))) // 256) + 1).view(dtype)
+        q = q[: int(np.prod(rows)) * width].reshape(*rows, width)
+        shape = prequal.quantize_fp8(torch.zeros(q.shape), granularity)[1].shape
+        scale = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.5
+        got = prequal.dequantize_fp8(q.to(device), scale.to(device), granularity, of)
+        want = (q.float() * fp8.spread(scale, q.shape, granularity)).to(of)
+        torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0, equal_nan=True)
+
+
 @granularities
 def test_a_scale_that_is_given_is_what_divides_and_comes_back_as_a_copy(device, granularity):
     x = normal(device, 140, 300)

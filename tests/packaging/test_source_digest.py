@@ -18,12 +18,15 @@ SOURCES = {
     "src/ops/norm.cu": '#include "ops.h"\n#include "prequal/rows.cuh"\n',
     "src/ops/norm_small.cu": '#include "norm_small.h"\n',
     "src/ops/norm_small.h": "// small\n",
+    "src/ops/norm_cloud.cu": '#include "ops.h"\n',
+    "src/ops/norm_cloud_more.cu": '#include "ops.h"\n',
     "src/ops/cloud.cu": '#include "ops.h"\n',
     "python/prequal/ops/__init__.py": "from .norm import norm\n",
     "python/prequal/ops/_rows.py": "FLOATS = 1\n",
     "python/prequal/ops/_more.py": "from ._rows import FLOATS\n",
     "python/prequal/ops/norm.py": "from ._more import FLOATS\n",
     "python/prequal/ops/cloud.py": "import torch\n",
+    "python/prequal/ops/norm_cloud.py": "import torch\n",
 }
 
 
@@ -50,15 +53,17 @@ def digests(tool, tree: pathlib.Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("file", "changed"),
     [
-        ("include/prequal/tensor.h", {"norm", "cloud"}),
+        ("include/prequal/tensor.h", {"norm", "cloud", "norm_cloud"}),
         ("include/prequal/rows.cuh", {"norm"}),
-        ("src/binding.h", {"norm", "cloud"}),
+        ("src/binding.h", {"norm", "cloud", "norm_cloud"}),
         ("src/ops.h", set()),
         ("src/module.cpp", set()),
         ("src/ops/norm.cu", {"norm"}),
         ("src/ops/norm_small.cu", {"norm"}),
         ("src/ops/norm_small.h", {"norm"}),
         ("src/ops/cloud.cu", {"cloud"}),
+        ("src/ops/norm_cloud.cu", {"norm_cloud"}),  # of two ops that both begin its name, the longer
+        ("src/ops/norm_cloud_more.cu", {"norm_cloud"}),
         ("python/prequal/ops/__init__.py", set()),
         ("python/prequal/ops/_rows.py", {"norm"}),
         ("python/prequal/ops/_more.py", {"norm"}),
