@@ -208,7 +208,9 @@ Buffer dequantize_fp8(const Context& context, const Tensor& q /*[..., H]*/, cons
   dispatch(dtype, Floats{}, [&]<class T>() {
     const Rows rows = rows_of(q);
     out.emplace(context.empty(q, dtype));
-    Scaled a{q.as<const uint8_t>(), rows.stride, scale.as<const float>(), rows.count, static_cast<int>(q.shape[last])};
+    Scaled a{};
+    a.q = q.as<const uint8_t>(), a.stride = rows.stride, a.scale = scale.as<const float>();
+    a.rows = rows.count, a.width = static_cast<int>(q.shape[last]);
     if (a.rows == 0 || a.width == 0) return;
 
     a.by_column = by_column;
