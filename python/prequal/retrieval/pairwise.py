@@ -10,6 +10,7 @@ from torch import Tensor
 from prequal.ops import pairwise_direct, pairwise_from_products_, pairwise_within_counts, pairwise_within_fill
 from prequal.ops._rows import wide_of
 from prequal.ops.pairwise_distance import (
+    MOST_NEIGHBOURS,
     centre_of,
     check_norm,
     check_pair,
@@ -142,9 +143,13 @@ def pairwise_within(a: Tensor, b: Tensor, radius: float) -> tuple[Tensor, Tensor
     check_pair(a, b)
     check_radius(radius)
     with torch.no_grad():
-        segment = segment_of(int(a.shape[0]), int(b.shape[0]))
+        segment = segment_of(a.shape[0], b.shape[0])
         counts = pairwise_within_counts(a, b, radius, segment)
         starts, total = starts_of(counts)
         ptr = torch.nn.functional.pad(counts.sum(1).cumsum(0), (1, 0))
-        idx, dist2 = pairwise_within_fill(a, b, radius, starts, int(total), segment)
+        found = int(total)
+        # said for torch.compile, which knows no number that only the device has
+        torch._check(found >= 0)
+        torch._check(found <= MOST_NEIGHBOURS)
+        idx, dist2 = pairwise_within_fill(a, b, radius, starts, found, segment)
     return ptr, idx, dist2
