@@ -232,7 +232,8 @@ def message_passing_csr(
 
     Args:
         x: [M, F], floating: features of the nodes that messages come from.
-        row_ptr: [N + 1], int32 or int64, rising from 0 to E: where each row's edges begin.
+        row_ptr: [N + 1], int32 or int64, rising within 0 to E: where each row's edges begin. Edges before the first
+            and behind the last are no row's, as where it is a slice.
         column: [E], of row_ptr's dtype: where a message comes from. What is not in 0 to M - 1 (M + P - 1 with previous)
             is left out; for the mean it counts as an edge.
         edge: [E], of row_ptr's dtype, a permutation: the edge at each place, by whose number edge_weight and arguments

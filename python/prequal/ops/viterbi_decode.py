@@ -249,6 +249,7 @@ viterbi_decode.kernel(
     needs=[
         c.at_most("log_emissions", 2, MOST_STATES),
         c.at_most("log_emissions", 1, MOST_STEPS),
+        c.at_most("log_emissions", 0, 2**31 - 1),
         c.dtype_in("log_emissions", *FLOATS),
         c.dtype_in("log_transitions", *FLOATS),
         c.Need(

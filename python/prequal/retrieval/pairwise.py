@@ -46,7 +46,8 @@ def pairwise_distance(a: Tensor, b: Tensor, *, p: float = 2.0, squared: bool = F
     right to (D + 2) 2^-24 of their value.
 
     From 256 coordinates on, p = 2 is a matrix product of rows from which c, the mean of b, is subtracted: an offset of
-    both sets does no harm here, either, and none is negative, but the distance of equal rows is not exactly 0. With
+    both sets does no harm here, either, and none is negative, but the distance of equal rows is not exactly 0. Rows
+    with NaN or infinity, or whose squares overflow, are not in the mean, and spoil their own distances alone. With
     u = 2^-23, which allows for sums that are cut off rather than rounded, a square is off by at most
     ``e = (D + 8) u (|a - c| + |b - c|)^2``, and a distance d by at most ``sqrt(e)`` and ``e / d``; in float64 u is
     2^-52. The product is torch's: with TF32 switched on, it is what TF32 makes of it, and the bound does not hold.

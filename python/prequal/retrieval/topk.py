@@ -38,8 +38,9 @@ def cosine_topk(
         queries: [Q, D], float16, bfloat16, float32 or float64.
         corpus: [C, D], of queries' dtype.
         k: results a query, 1 to 128. More than C is right.
-        corpus_norms: [C], float32 (float64 for float64): the norms of corpus, if they are known; they are believed.
-            "dot" has no use for them. `CorpusIndex` keeps them.
+        corpus_norms: [C], float32 (float64 for float64): the norms of corpus, if they are known; they are believed,
+            under torch.func's transforms too, and have no gradient. "dot" has no use for them. `CorpusIndex` keeps
+            them.
         metric: "cosine"; "dot", the inner product; "l2", minus the squared distance: of each the largest is the best.
         rerank: 0 to 128: so many more than k are looked for, and the scores of all those computed again in float64 from
             the vectors and rounded once; the k best by these are returned.
@@ -47,8 +48,9 @@ def cosine_topk(
             results: each rank's candidates are gathered and merged.
         first_index: the index of the first row; None for 0, and of a shard for the rows of the ranks before it, which
             asks every rank, and waits for the device.
-        max_workspace_bytes: memory for scores; one is always made. None: a twelfth of what all scores would take in
-            the dtype of the vectors, 16 MiB at least, 256 at most, and 16 MiB where rerank computes them again.
+        max_workspace_bytes: memory for scores, of which one is always made. None: a few queries are answered in one
+            pass, which stores no scores; of more, a twelfth of what all scores would take in the dtype of the vectors,
+            64 MiB at least of fewer than 500,000 rows, 256 at most. And 16 MiB where rerank computes them again.
 
     Returns:
         scores: [Q, k], float32 (float64 for float64), in descending order.
