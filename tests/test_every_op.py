@@ -296,6 +296,32 @@ def test_it_compiles_without_a_graph_break(op, device):
     assert op.contract.compare(got, answer(op, op.reference, *args)) is None
 
 
+# Sizes that a contract says: of these alone compiled code may be.
+FIXED = {
+    "cross_entropy": {"coefficients": 1, "stats": 1},
+    "knn": {"queries": 1, "references": 1},
+    "qk_rms_norm_cross": {"kv": 1, "grad_kv": 1},
+    "qk_rms_norm_rope_qkv": {"qkv": 1, "grad": 1, "coords": 1},
+}
+
+
+@every_op
+def test_no_size_becomes_a_constant_of_the_compiled_code(op, device):
+    """`mark_dynamic` raises where a size that it names is specialised."""
+    args = quick(op, device).args
+    want = answer(op, op.reference, *args)
+    bound = dict(zip(op.arguments, args, strict=False))
+
+    def call(*inputs):
+        for name, x in zip(bound, inputs, strict=True):
+            for dim, size in enumerate(x.shape if isinstance(x, Tensor) else ()):
+                if size > 1 and FIXED.get(op.basename, {}).get(name) != dim:
+                    torch._dynamo.mark_dynamic(x, dim)
+        return torch.compile(public(op), fullgraph=True, backend="aot_eager")(*inputs)
+
+    assert op.contract.compare(op.outcome(lambda every: call(*every[: len(args)]), op.bind(args)), want) is None
+
+
 @every_op
 def test_it_compiles_inside_a_callers_function_and_module(op, device):
     args = quick(op, device).args

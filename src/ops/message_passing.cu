@@ -15,6 +15,7 @@
 #include "ops.h"
 #include "prequal/access.cuh"
 #include "prequal/dispatch.h"
+#include "prequal/edge_pieces.h"
 #include "prequal/launch.h"
 #include "prequal/vec.cuh"
 
@@ -23,10 +24,10 @@ namespace {
 
 struct Unit : FileOf<"message_passing"> {};
 
-constexpr int threads = 64;          // 256: sums 2 to 10 % slower on uniform graphs, 2 % faster by a power law
-constexpr int combining = 256;       // threads that add up a long row's pieces
-constexpr int chunk = 128;           // edges of a piece of a long row
-constexpr int long_row = 2 * chunk;  // above it a row is cut: a piece then never meets more than two long rows
+constexpr int threads = 64;           // 256: sums 2 to 10 % slower on uniform graphs, 2 % faster by a power law
+constexpr int combining = 256;        // threads that add up a long row's pieces
+constexpr int chunk = edges_a_piece;  // edges of a piece of a long row
+constexpr int long_row = 2 * chunk;   // above it a row is cut: a piece then never meets more than two long rows
 constexpr int64_t few_rows = int64_t{1} << 14;  // below it a warp has one row: 2,000 of 50 edges 8.9 for 13.4 us
 constexpr int64_t widest_row = int64_t{1} << 20;
 constexpr int64_t most_edges = 0xffffffff;  // places in a row are kept in 32 bits
@@ -512,9 +513,12 @@ __device__ __forceinline__ void take_pieces(const Work<T, Index>& work, unsigned
   const int64_t own = (static_cast<int64_t>(block) * threads + threadIdx.x) / 32;
   if (own >= work.chunks) return;
   const auto low = static_cast<Place>(own * chunk), high = min(static_cast<Place>(low + chunk), work.csr.edges);
-  int64_t row = work.csr.row_of_by_warp(low), started = -1;
+  auto [row, piece] = first_piece(
+      low, high, [&](Place place) { return work.csr.row_of_by_warp(place); },
+      [&](int64_t of) { return work.csr.begin_of(of); });
+  int64_t started = -1;
 #pragma unroll 1
-  for (int piece = 0; piece < 2; ++piece) {
+  for (; piece < 2; ++piece) {
     const Place begin = work.csr.begin_of(row);
     const unsigned length = work.csr.length_of(row, begin);
     const Place end = begin + length;
@@ -525,7 +529,7 @@ __device__ __forceinline__ void take_pieces(const Work<T, Index>& work, unsigned
                                                       mine, column);
       if (begin >= low) started = row;
       if (threadIdx.x % 32 < work.team && column < work.width) {
-        float* at = work.partial + (2 * own + piece) * work.width + column;
+        float* at = work.partial + piece_slot(own, piece) * work.width + column;
         const int64_t plane = 2 * work.chunks * work.width;
 #pragma unroll
         for (int i = 0; i < Of::values; ++i) {
@@ -580,7 +584,7 @@ __global__ void __launch_bounds__(combining) combine_kernel(Work<T, Index> work)
       State<kind, Of::values> state;
       state.clear();
       for (int64_t q = first + team; q <= last && column < work.width; q += teams) {
-        const int64_t slot = 2 * q + (q == first && begin % chunk != 0);
+        const int64_t slot = piece_slot(q, piece_of(q, first, begin));
         State<kind, Of::values> next;
 #pragma unroll
         for (int i = 0; i < Of::values; ++i) {

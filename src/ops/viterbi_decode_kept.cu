@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "prequal/launch.h"
+#include "prequal/state_shares.h"
 #include "prequal/team.cuh"
 #include "viterbi_decode_kept.h"
 
@@ -30,7 +31,7 @@ constexpr unsigned nobody = 0x7fffffffu;
 
 // How a sequence lies over threads and blocks, and its shared memory, in floats.
 struct Plan {
-  int width;         // columns of a block
+  int width;         // columns of a block, at most
   int margin;        // in front of the scores, where a band begins before the first state
   int stride;        // of the scores of a step
   int pitch;         // of a block's columns in whole warps, where they are streamed
@@ -323,7 +324,9 @@ __global__ void __launch_bounds__(Threads) kept_kernel(Decode a, Plan plan) {
   const int64_t sequence = blockIdx.x / Blocks;
   const int length = a.length_of(sequence);
   const int part = threadIdx.x % Parts, group = threadIdx.x / Parts;
-  const int column = rank * plan.width + group * Columns;
+  const int first_column = first_state(a.states, Columns, Blocks, rank);
+  const int past = min(first_state(a.states, Columns, Blocks, rank + 1), a.states);  // the block's own end there
+  const int column = first_column + group * Columns;
   const int base = plan.margin > 0 ? (column - a.band) & ~3 : 0;  // the first state it reads
 
   float move[Columns][Rows];
@@ -356,7 +359,7 @@ __global__ void __launch_bounds__(Threads) kept_kernel(Decode a, Plan plan) {
 #pragma unroll
   for (int half = Columns / 2, bit = 1; half > 0; half /= 2, bit *= 2) own += part & bit ? half : 0;
   const int state = column + own, twin = part / Columns;
-  const bool real = group * Columns < plan.width && state < (rank + 1) * plan.width && state < a.states;
+  const bool real = state < past;
   const T* emission =
       static_cast<const T*>(a.emissions) + sequence * a.batch_stride + min(state, a.states - 1) * a.state_stride;
   const int last_step = max(length - 1, 0),
@@ -384,7 +387,10 @@ __global__ void __launch_bounds__(Threads) kept_kernel(Decode a, Plan plan) {
     __syncthreads();
   }
 
-  const bool steps_too = static_cast<int>(threadIdx.x) < plan.threads;  // others only walk back
+  // Others only walk back. In a cluster those are the warps that have no state: what they saw nobody would wait for, so that
+  // two more steps could be there before they look at a barrier, which then says what it said before.
+  const bool steps_too = Blocks > 1 ? first_column + static_cast<int>(threadIdx.x / 32 * 32) / Parts * Columns < past
+                                    : static_cast<int>(threadIdx.x) < plan.threads;
   T held[ahead];
   if (length > 1 && steps_too) {
 #pragma unroll
@@ -622,7 +628,8 @@ bool run_kept(const Context& context, Decode& a) {
     if (resident_clusters<kernel, Blocks, Class>(context, Threads, most_shared) == 0) return false;
   }
   Plan plan{};
-  plan.width = ((a.states + Blocks - 1) / Blocks + Columns - 1) / Columns * Columns;
+  if (a.states <= Columns * (Blocks - 1)) throw std::logic_error("viterbi_decode: a block would have no state");
+  plan.width = most_states(a.states, Columns, Blocks);
   plan.threads = whole_warps(plan.width / Columns * Parts);
   // A band may begin up to `band` and 3 places before the first state, and end behind those of the last, idle, threads.
   const bool banded = Blocks > 1 && a.band < a.states && fits_band(a.band, Columns, Parts * Rows);
@@ -654,7 +661,7 @@ bool run_streamed(const Context& context, Decode& a) {
   const int most_shared = shared_memory(context).block - fixed_shared;
   Plan plan{};
   plan.blocks = Blocks;
-  plan.width = (a.states + Blocks - 1) / Blocks;
+  plan.width = most_states(a.states, 1, Blocks);
   plan.pitch = whole_warps(plan.width);
   plan.stride = (a.states + 3) / 4 * 4;
   const int parts = streamed_threads / plan.pitch;

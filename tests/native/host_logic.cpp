@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "prequal/edge_pieces.h"
 #include "prequal/float_order.h"
 #include "prequal/fp8.h"
 #include "prequal/head_plan.h"
@@ -17,6 +18,7 @@
 #include "prequal/rope_plan.h"
 #include "prequal/row_plan.h"
 #include "prequal/search_plan.h"
+#include "prequal/state_shares.h"
 #include "prequal/tensor.h"
 
 using namespace prequal;
@@ -326,6 +328,47 @@ void plan_search(int64_t rows, int64_t k, int64_t queries, int multiprocessors, 
   const SearchPlan found = search_plan(rows, k, queries, multiprocessors, threads);
   out[0] = found.threads, out[1] = found.blocks, out[2] = found.tiles_a_group;
 }
+
+// Pieces as the warps and blocks of message_passing.cu take them: by slot the row that writes there, and the row that is
+// read from there; -1 where nobody does. 0, or 1 where a slot is written twice.
+int pieces_of(const int64_t* ends /*[rows + 1]*/, int64_t rows, int64_t edges, int64_t longest_whole,
+              int64_t* written /*[2 chunks]*/, int64_t* read /*[2 chunks]*/) {
+  const auto begin_of = [&](int64_t row) { return std::min(ends[row], edges); };
+  const auto row_of = [&](int64_t place) {
+    int64_t row = 0;
+    while (row + 1 < rows && begin_of(row + 1) <= place) ++row;
+    return row;
+  };
+  const int64_t chunks = (edges + edges_a_piece - 1) / edges_a_piece;
+  std::fill(written, written + 2 * chunks, -1), std::fill(read, read + 2 * chunks, -1);
+  for (int64_t own = 0; own < chunks; ++own) {
+    const int64_t low = own * edges_a_piece, high = std::min(low + edges_a_piece, edges);
+    int64_t started = -1;
+    auto [row, piece] = first_piece(low, high, row_of, begin_of);
+    for (; piece < 2; ++piece) {
+      const int64_t begin = begin_of(row), end = begin_of(row + 1);
+      if (end - begin > longest_whole && begin < high && end > low) {
+        if (begin >= low) started = row;
+        if (written[piece_slot(own, piece)] >= 0) return 1;
+        written[piece_slot(own, piece)] = row;
+      }
+      if (end >= high) break;
+      const int64_t last = row_of(high - 1);
+      if (last == row) break;
+      row = last;
+    }
+    if (started < 0) continue;
+    const int64_t begin = begin_of(started), last = (begin_of(started + 1) - 1) / edges_a_piece;
+    for (int64_t q = begin / edges_a_piece; q <= last; ++q) {
+      read[piece_slot(q, piece_of(q, begin / edges_a_piece, begin))] = started;
+    }
+  }
+  return 0;
+}
+
+int first_state_of(int states, int columns, int blocks, int rank) { return first_state(states, columns, blocks, rank); }
+
+int most_states_of(int states, int columns, int blocks) { return most_states(states, columns, blocks); }
 
 // The first n, divided by `divisor` in the way of a kernel, that comes out wrong; -1 where none does.
 int wrong_quotient(int divisor) {

@@ -49,6 +49,9 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         ("plan_rope", None, [*[ctypes.c_int] * 4, ctypes.c_void_p]),
         ("plan_heads", None, [*[ctypes.c_int] * 4, ctypes.c_void_p]),
         ("plan_search", None, [*[ctypes.c_int64] * 3, *[ctypes.c_int] * 2, ctypes.c_void_p]),
+        ("pieces_of", ctypes.c_int, [ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2]),
+        ("first_state_of", ctypes.c_int, [ctypes.c_int] * 4),
+        ("most_states_of", ctypes.c_int, [ctypes.c_int] * 3),
         ("wrong_quotient", ctypes.c_int, [ctypes.c_int]),
         ("move_row", ctypes.c_int, [*[ctypes.c_void_p] * 3, *[ctypes.c_int] * 2]),
         ("apart_alone", ctypes.c_int, [ctypes.c_int, *[ctypes.c_void_p] * 2]),
@@ -851,3 +854,59 @@ def test_a_search_has_a_block_at_least_and_its_sample_lies_in_the_corpus(native,
             assert tiles_a_group == 1 or 8 * 1024 * tiles_a_group <= tiles or not tiles_a_group
             if blocks > (multiprocessors + 1) // 2 and tiles_a_group:  # lists of 8 bytes a key
                 assert 6.5 * 8 * blocks * k <= rows
+
+
+# ---- states of a sequence, shared out --------------------------------------------------------------------------------
+
+
+# (columns of a thread, lanes of a column, blocks, the fewest and the most states) of src/ops/viterbi_decode_kept.cu
+CLUSTERS = [
+    (4, 8, 8, 129, 2048),
+    (2, 8, 4, 129, 256),
+    (2, 16, 8, 257, 512),
+    (1, 1, 16, 513, 2048),
+    (1, 1, 8, 513, 2048),
+]
+
+
+@pytest.mark.parametrize(("columns", "parts", "blocks", "fewest", "most"), CLUSTERS)
+def test_every_block_of_a_cluster_has_a_state_and_every_state_a_block(native, columns, parts, blocks, fewest, most):
+    """A block without one would send nothing: nobody would wait for it."""
+    threads = {4: 512, 2: 512 if parts == 16 else 256, 1: 1024}[columns]
+    for states in range(fewest, most + 1):
+        if columns == 1:  # of these kernels a block's states begin at multiples of its most
+            firsts = [rank * native.most_states_of(states, columns, blocks) for rank in range(blocks + 1)]
+        else:
+            firsts = [native.first_state_of(states, columns, blocks, rank) for rank in range(blocks + 1)]
+        width = native.most_states_of(states, columns, blocks)
+        assert firsts[0] == 0
+        assert firsts[-1] >= states
+        assert all(first % columns == 0 for first in firsts)
+        for first, past in itertools.pairwise(firsts):
+            assert first < min(past, states)
+            assert past - first <= width
+        if fewest < 513 and states <= 512:
+            assert width // columns * parts <= threads
+
+
+# ---- pieces of long rows ---------------------------------------------------------------------------------------------
+
+CHUNK, LONG = 128, 256  # edges of a piece; a row of more is cut
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.integers(0, 400),
+    st.lists(st.sampled_from([0, 1, 3, 100, 127, 128, 129, 255, 256, 257, 300, 384, 700]), min_size=1, max_size=7),
+    st.integers(0, 300),
+)
+def test_every_piece_of_a_long_row_that_is_added_up_was_written_for_it(native, first, lengths, behind):
+    """Also where rows begin within the edges, as those of a slice of row_ptr do."""
+    ends = first + np.array([0, *lengths], dtype=np.int64).cumsum()
+    edges = int(ends[-1]) + behind
+    written, read = (np.zeros(2 * -(-edges // CHUNK), dtype=np.int64) for _ in range(2))
+    assert native.pieces_of(pointer(ends), len(lengths), edges, LONG, pointer(written), pointer(read)) == 0
+    assert written.tolist() == read.tolist()
+    for row, length in enumerate(lengths):
+        chunks = (int(ends[row + 1]) - 1) // CHUNK - int(ends[row]) // CHUNK + 1
+        assert written.tolist().count(row) == (chunks if length > LONG else 0)

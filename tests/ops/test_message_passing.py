@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import prequal
+from compiled_once import is_compiled_once
 from prequal.graph import GraphPlan, SpatioTemporalPlan
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -512,6 +513,42 @@ def test_a_plan_that_inference_mode_built_serves_training(device):
 
 
 # ---- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("reduce", REDUCES)
+def test_arrays_of_a_plan_are_compiled_once_for_every_size(device, reduce, asks):
+    def call(x, weight, *arrays):
+        return prequal.message_passing_csr(x, *arrays[:3], weight, *arrays[3:], reduce=reduce, keep=True)[:2]
+
+    def sizes():
+        for nodes, edges, width in ((7, 30, 4), (12, 61, 5), (20, 90, 9)):
+            plan = GraphPlan(random_graph(device, nodes, edges), nodes)
+            x, weight = features(device, nodes, width), weights_of(device, edges)
+            arrays = (plan.row_ptr, plan.column, plan.edge, plan.t_row_ptr, plan.t_column, plan.t_edge)
+            yield x.requires_grad_(asks), weight.requires_grad_(asks), *arrays
+
+    is_compiled_once(call, sizes())
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize("begin", [0, 1, 77, 127, 128, 129, 300])
+@pytest.mark.parametrize("lengths", [(700, 3, 400), (2, 700, 0, 300), (0, 0, 300), (257,), (256, 900)])
+def test_rows_that_begin_within_the_edges_are_those_of_the_rest(device, begin, lengths, reduce):
+    """Some rows of a larger graph: row_ptr is a slice, all edges are there, and the first row may be a long one."""
+    ends = begin + torch.tensor([0, *lengths]).cumsum(0)
+    edges, width = int(ends[-1]) + 190, 24
+    column = torch.randint(0, 50, (edges,), generator=torch.Generator().manual_seed(edges), dtype=torch.int32)
+    x, column, row_ptr = features(device, 50, width), column.to(device), ends.to(device, torch.int32)
+    weight = weights_of(device, edges)
+    named = {"reduce": reduce, "keep": True, "longest": max(lengths)}
+    y, arg, _ = prequal.message_passing_csr(x, row_ptr, column, None, weight, **named)
+    rest = slice(begin, int(ends[-1]))
+    want, its, _ = prequal.message_passing_csr.op.reference(
+        x, row_ptr - begin, column[rest], None, weight[rest], reduce=reduce, keep=True
+    )
+    torch.testing.assert_close(y, want, rtol=1e-5, atol=2e-4)
+    assert torch.equal(arg, torch.where(its < 0, -1, its + begin))
 
 
 @pytest.mark.gpu

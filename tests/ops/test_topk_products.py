@@ -8,6 +8,7 @@ import torch
 
 import prequal
 from best_rows import by_numpy
+from compiled_once import is_compiled_once
 from prequal.ops.topk_rows import METRICS
 
 INF, NAN = float("inf"), float("nan")
@@ -107,6 +108,18 @@ def test_gradients_are_those_of_the_scores_of_the_rows_found(device, metric, kno
         )
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize(("metric", "known"), [("dot", False), ("cosine", False), ("cosine", True), ("l2", True)])
+def test_it_is_compiled_once_for_every_size(device, metric, known, asks):
+    def sizes():
+        for queries, corpus, width in ((4, 40, 8), (5, 77, 12), (31, 9, 7)):
+            q, rows = (integers(n, width, torch.float64, device, 9) + 0.5 for n in (queries, corpus))
+            terms = torch.linspace(0.5, 2, corpus, dtype=torch.float64, device=device) if known else None
+            yield q.requires_grad_(asks), rows.requires_grad_(asks), terms
+
+    is_compiled_once(lambda q, rows, terms: prequal.topk_products(q, rows, 5, terms, metric), sizes())
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import prequal
+from compiled_once import is_compiled_once
 from prequal.bench.replacement import observe
 from prequal.ops.viterbi_decode import ties
 
@@ -295,6 +296,27 @@ def test_without_a_score_there_is_a_gradient_of_zero():
     assert (found == 0).all()
 
 
+@pytest.mark.parametrize("per", ["all", "sequence", "step"])
+@pytest.mark.parametrize("asks", [False, True])
+def test_it_is_compiled_once_for_every_size(device, per, asks):
+    """B, T and S apart; also where a start of each sequence has as many sequences as states, and where T comes to S."""
+
+    def call(x, moves, first, ends, lengths):
+        return prequal.viterbi_decode(
+            x, moves, first, end_scores=ends, lengths=lengths, band=3, transitions_per="auto" if per == "all" else per
+        )
+
+    def sizes():
+        for batch, steps, states in ((3, 7, 5), (4, 6, 9), (6, 11, 6), (7, 8, 8), (5, 5, 4)):
+            matrices = {"all": (), "sequence": (batch,), "step": (steps,)}[per]
+            x, moves = normal(device, batch, steps, states), normal(device, *matrices, states, states)
+            first, ends = normal(device, states), normal(device, batch, states, of=1)
+            lengths = torch.arange(batch, device=device) + 1
+            yield *(value.requires_grad_(asks) for value in (x, moves, first, ends)), lengths
+
+    is_compiled_once(call, sizes())
+
+
 @pytest.mark.parametrize("states", [3, 16, 32, 60])
 def test_a_long_sequence_is_walked_back_in_pieces(device, states):
     """Past one, two and three of the pieces that a kernel holds at a time."""
@@ -317,6 +339,20 @@ def test_every_width_has_the_answer_of_the_reference(cuda, states, dtype):
         want = prequal.viterbi_decode.op.reference(x, moves, **named)
         assert prequal.viterbi_decode.op.contract.compare(found, want) is None
     assert prequal.stats()["viterbi_decode"][str(cuda)] == {"fast": 6, "reference": {}}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("states", [*range(129, 146), *range(160, 170), *range(192, 198), 225, 257])
+@pytest.mark.parametrize("band", [None, 0, 7, 60])
+def test_every_block_of_a_cluster_takes_part(cuda, states, band):
+    """Numbers of states that do not come out even, of which the last block has few; steps enough to be left behind."""
+    x, moves = ties(cuda, 5, 700, states), ties(cuda, states, states)
+    lengths = torch.tensor([700, 1, 0, 513, 2], device=cuda)
+    for named in ({}, {"lengths": lengths}):
+        found = prequal.viterbi_decode(x, moves, band=band, **named)
+        want = prequal.viterbi_decode.op.reference(x, moves, band=band, **named)
+        assert prequal.viterbi_decode.op.contract.compare(found, want) is None
+    assert prequal.stats()["viterbi_decode"][str(cuda)] == {"fast": 2, "reference": {}}
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ import torch
 
 import prequal
 from best_rows import by_numpy
+from compiled_once import is_compiled_once
 
 METRICS = ("cosine", "dot", "l2")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -211,9 +212,92 @@ def test_transforms_are_taken_of_the_formula(device, metric):
     torch.testing.assert_close(grad, torch.autograd.grad(prequal.cosine_topk(x, rows, 5, metric=metric)[0].sum(), x)[0])
 
 
-@pytest.mark.parametrize("budget", [None, 300])
-def test_it_compiles_without_a_graph_break(device, budget):
+def alike(found, want):
+    assert torch.equal(found[1], want[1])
+    torch.testing.assert_close(found[0], want[0])
+
+
+@pytest.mark.parametrize("rerank", [0, 4])
+@pytest.mark.parametrize("metric", METRICS)
+def test_transforms_believe_the_norms_as_a_call_does(device, metric, rerank):
+    """Norms that are not those of the rows, so that they decide which are found."""
+    q, rows = normals(4, 6, torch.float32, device), normals(60, 6, torch.float32, device, 5)
+    norms = torch.linspace(0.5, 9.0, 60, device=device)
+    named = {"metric": metric, "corpus_norms": norms, "rerank": rerank}
+
+    def call(q, rows):
+        return prequal.cosine_topk(q, rows, 5, **named)
+
+    def of_one(x):
+        return tuple(y[0] for y in call(x[None], rows))
+
+    alike(torch.vmap(of_one)(q), call(q, rows))
+    index = prequal.CorpusIndex(rows, metric=metric)
+    alike(torch.vmap(lambda x: tuple(y[0] for y in index.topk(x[None], 5)))(q), index.topk(q, 5))
+    found = torch.func.grad(lambda q, rows: call(q, rows)[0].square().sum(), (0, 1))(q, rows)
+    x, y = q.clone().requires_grad_(), rows.clone().requires_grad_()
+    alike(torch.vmap(of_one)(x), call(x, y))
+    want = torch.autograd.grad(call(x, y)[0].square().sum(), (x, y))
+    outside = torch.autograd.grad(torch.vmap(lambda x: call(x[None], y)[0])(x).square().sum(), (x, y))
+    along = torch.func.jvp(lambda q: call(q, rows)[0].square().sum(), (q,), (torch.ones_like(q),))[1]
+    for a, b, c in zip(found, want, outside, strict=True):
+        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(c, b)
+    torch.testing.assert_close(along, want[0].sum())
+
+
+@pytest.mark.parametrize("rerank", [0, 4])
+@pytest.mark.parametrize("metric", METRICS)
+def test_an_empty_corpus_has_gradients_of_zero(device, metric, rerank):
+    q, rows = (torch.ones(n, 3, device=device, requires_grad=True) for n in (2, 0))
+
+    def total(q, rows):
+        return prequal.cosine_topk(q, rows, 4, metric=metric, rerank=rerank)[0].sum()
+
+    made = torch.autograd.grad(total(q, rows), (q, rows))
+    made += torch.func.grad(total, (0, 1))(q.detach(), rows.detach())
+    scores, _ = prequal.topk_products(q, rows, 4, None, metric)
+    made += torch.autograd.grad(scores.sum(), (q, rows))
+    for grad, x in zip(made, (q, rows) * 3, strict=True):
+        assert torch.equal(grad, torch.zeros_like(x))
+
+
+SIZES = ((4, 40, 8), (5, 77, 12), (31, 9, 7), (130, 20_001, 5), (9, 700, 16))
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize(("metric", "known"), [("cosine", False), ("cosine", True), ("dot", False), ("l2", True)])
+@pytest.mark.parametrize(("budget", "rerank"), [(None, 0), (5000, 0), (None, 3)])
+def test_it_is_compiled_once_for_every_size(device, budget, rerank, metric, known, asks):
+    """Of one pass and of tiles, whatever their number."""
+
+    def call(q, rows, norms):
+        named = {"corpus_norms": norms, "max_workspace_bytes": budget, "rerank": rerank}
+        return prequal.cosine_topk(q, rows, 5, metric=metric, **named)
+
+    def sizes():
+        for n, m, width in SIZES[:3] if budget else SIZES:
+            q, rows = normals(n, width, torch.float32, device), normals(m, width, torch.float32, device, 5)
+            norms = torch.linalg.vector_norm(rows, dim=1) if known else None
+            yield q.requires_grad_(asks), rows.requires_grad_(asks), norms
+
+    is_compiled_once(call, sizes())
+
+
+def test_a_compiled_search_is_mapped_over_a_batch(device):
     q, rows = normals(3, 8, torch.float32, device), normals(60, 8, torch.float32, device, 5)
+
+    def each(q):
+        return torch.vmap(lambda x: prequal.cosine_topk(x[None], rows, 5))(q)
+
+    torch.compiler.reset()
+    alike(torch.compile(each, fullgraph=True, backend="aot_eager")(q), each(q))
+
+
+@pytest.mark.parametrize("corpus", [60, 77])  # whole words of scores, and not
+@pytest.mark.parametrize("budget", [None, 300, 2**24])
+def test_it_compiles_without_a_graph_break(device, budget, corpus):
+    q, rows = normals(3, 8, torch.float32, device), normals(corpus, 8, torch.float32, device, 5)
 
     def call(q, rows):
         return prequal.cosine_topk(q, rows, 5, metric="l2", max_workspace_bytes=budget)

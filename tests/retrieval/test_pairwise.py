@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import prequal
+from compiled_once import is_compiled_once
 from prequal.ops.pairwise_distance import centre_of
 from prequal.retrieval import pairwise
 
@@ -125,6 +126,51 @@ def test_it_compiles_and_is_transformed(device):
     torch.testing.assert_close(grad, torch.autograd.grad(prequal.pairwise_distance(x, b).sum(), x)[0])
     stacked = torch.vmap(prequal.pairwise_distance)(torch.stack([a, a + 1]), torch.stack([b, b]))
     torch.testing.assert_close(stacked[1], prequal.pairwise_distance(a + 1, b))
+
+
+SIZES = ((4, 40, 8), (5, 77, 12), (31, 9, 7))
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("name", ["pairwise_direct", "pairwise_argmin", "pairwise_distance"])
+def test_it_is_compiled_once_for_every_size(device, name, asks):
+    for more in (0, WIDE) if name == "pairwise_distance" else (0,):
+        sizes = [(n, m, width + more) for n, m, width in SIZES]
+        sets = [(normals(n, width, 1, device=device), normals(m, width, 2, device=device)) for n, m, width in sizes]
+        is_compiled_once(getattr(prequal, name), [tuple(x.requires_grad_(asks) for x in pair) for pair in sets])
+
+
+def test_a_search_within_a_radius_is_compiled_once_for_every_size(device):
+    sets = [(normals(n, width, 1, device=device), normals(m, width, 2, device=device)) for n, m, width in SIZES]
+    is_compiled_once(lambda a, b: prequal.pairwise_within(a, b, 3.0), sets)
+
+
+# ---- rows that are not finite ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), INF, -INF, 1e38, 1e20])
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+@pytest.mark.parametrize("of", ["a", "b"])
+def test_a_row_that_is_not_finite_spoils_its_own_distances_alone(device, of, offset, value):
+    """Nor one whose squares overflow: the others are right to the bound that they have without it."""
+    a, b = (normals(n, WIDE, n, device=device) + offset for n in (20, 30))
+    x, y = a.clone(), b.clone()
+    (x if of == "a" else y)[3, 7] = value
+    keep = torch.arange(20 if of == "a" else 30, device=device) != 3
+    rows, columns = (a[keep], b) if of == "a" else (a, b[keep])
+    squares, bound = exact(rows, columns).square(), bound_of(rows, columns)
+    transformed = torch.vmap(lambda row: prequal.pairwise_distance(row[None], y, squared=True)[0])(x)
+    for found in (prequal.pairwise_distance(x, y, squared=True), transformed):
+        kept = found[keep] if of == "a" else found[:, keep]
+        assert ((kept.double() - squares).abs() <= bound).all()
+        spoiled = found[3] if of == "a" else found[:, 3]
+        assert not spoiled.isfinite().any()
+
+
+def test_without_a_finite_row_there_is_a_distance_to_none(device):
+    a, b = normals(3, WIDE, device=device), torch.full((2, WIDE), INF, device=device)
+    assert not prequal.pairwise_distance(a, b).isfinite().any()
+    assert not prequal.pairwise_distance(b, a).isfinite().any()
 
 
 # ---- within a radius ------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -41,16 +40,21 @@ PLAIN_TOLERANCE = Tolerance(
 )
 
 
+def root_of(x: Tensor) -> float:
+    """sqrt(D). math's own would make a constant of a size that torch.compile leaves open."""
+    return x.shape[-1] ** 0.5
+
+
 def normalised(x: Tensor, gamma: Tensor, eps: float, wide: torch.dtype) -> Tensor:
     """[N, H, D] to the same, of length sqrt(D), times gamma [H, D]."""
     x = x.to(wide)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(eps)
-    return x / length * gamma.to(wide) * math.sqrt(x.shape[-1])
+    return x / length * gamma.to(wide) * root_of(x)
 
 
 def normalised_gradient(grad: Tensor, x: Tensor, gamma: Tensor, eps: float, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     """(dx, dgamma) in the wide dtype."""
-    g, x, root = grad.to(wide), x.to(wide), math.sqrt(x.shape[-1])
+    g, x, root = grad.to(wide), x.to(wide), root_of(x)
     found = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     length = found.clamp_min(eps)
     xhat = x / length

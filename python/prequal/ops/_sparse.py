@@ -162,7 +162,7 @@ def check_like(name: str, x: Tensor, other: str, y: Tensor) -> None:
 
 def check_modulation(name: str, rows: Tensor, x: Tensor) -> None:
     c.is_floating(name, rows)
-    c.has_shape(name, rows, ("B", int(x.shape[1])))
+    c.has_shape(name, rows, ("B", x.shape[1]))
 
 
 def check_batches(batch: Tensor | None, ptr: Tensor | None, tokens: int, count: int) -> None:

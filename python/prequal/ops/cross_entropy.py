@@ -28,9 +28,9 @@ def check_logits(logits, target, class_weight, first_class, softcap):
         raise ValueError("logits: expected at least one class, got shape " + str(list(logits.shape)))
     if target.dtype != torch.int64:
         raise TypeError(f"target: expected int64, got {c.short(target.dtype)}")
-    c.has_shape("target", target, (int(logits.shape[0]),))
+    c.has_shape("target", target, (logits.shape[0],))
     if class_weight is not None:
-        is_wide("class_weight", class_weight, (int(logits.shape[1]),), "logits", logits)
+        is_wide("class_weight", class_weight, (logits.shape[1],), "logits", logits)
     c.same_device(logits=logits, target=target, class_weight=class_weight)
     c.in_range("first_class", first_class, 0, 2**62)
     c.is_number("softcap", softcap)
@@ -47,7 +47,7 @@ def is_wide(name, x, shape, other, y):
 
 
 def check_coefficients(logits, coefficients):
-    is_wide("coefficients", coefficients, (int(logits.shape[0]), 4), "logits", logits)
+    is_wide("coefficients", coefficients, (logits.shape[0], 4), "logits", logits)
     c.same_device(logits=logits, coefficients=coefficients)
 
 
@@ -266,7 +266,7 @@ def cross_entropy_gradient_(
 @cross_entropy_gradient_.check
 def _(logits, lse, target, coefficients, class_weight, *, first_class, softcap):
     check_logits(logits, target, class_weight, first_class, softcap)
-    is_wide("lse", lse, (int(logits.shape[0]),), "logits", logits)
+    is_wide("lse", lse, (logits.shape[0],), "logits", logits)
     check_coefficients(logits, coefficients)
     c.same_device(logits=logits, lse=lse)
     c.is_apart("logits", logits)
@@ -355,7 +355,7 @@ def cross_entropy_chunk_(
 @cross_entropy_chunk_.check
 def _(logits, stats, target, coefficients, class_weight, *, first_class, softcap):
     check_logits(logits, target, class_weight, first_class, softcap)
-    is_wide("stats", stats, (int(logits.shape[0]), 4), "logits", logits)
+    is_wide("stats", stats, (logits.shape[0], 4), "logits", logits)
     check_coefficients(logits, coefficients)
     c.same_device(logits=logits, stats=stats)
     is_written(logits=logits, stats=stats)

@@ -155,7 +155,7 @@ def _check_points(queries, references, query_ptr, reference_ptr, index, **others
         raise TypeError(f"references: expected {c.short(queries.dtype)} like queries, got {c.short(references.dtype)}")
     if queries.dim() != 2 or queries.shape[1] not in (2, 3):
         raise ValueError(f"queries: expected shape [N, 2] or [N, 3], got {list(queries.shape)}")
-    c.has_shape("references", references, ("M", int(queries.shape[1])))
+    c.has_shape("references", references, ("M", queries.shape[1]))
     _check_pointers(queries, references, query_ptr, reference_ptr)
     if index is not None:
         if index.dtype != torch.uint8:
@@ -187,7 +187,7 @@ def _check_pointer(name, pointer, rows, like=None):
     if pointer.dim() != 1 or pointer.shape[0] == 0:
         raise ValueError(f"{name}: expected shape [B + 1], got {list(pointer.shape)}")
     if like is not None:
-        c.has_shape(name, pointer, (int(like.shape[0]),), " like query_ptr")
+        c.has_shape(name, pointer, (like.shape[0],), " like query_ptr")
     if is_readable(pointer) and partition(pointer, rows) is None:
         raise ValueError(f"{name}: expected offsets that rise from 0 to {rows}, got {pointer.tolist()[:8]}")
 

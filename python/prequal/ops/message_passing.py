@@ -232,7 +232,8 @@ def message_passing_csr(
 
     Args:
         x: [M, F], floating: features of the nodes that messages come from.
-        row_ptr: [N + 1], int32 or int64, rising from 0 to E: where each row's edges begin.
+        row_ptr: [N + 1], int32 or int64, rising within 0 to E: where each row's edges begin. Edges before the first
+            and behind the last are no row's, as where it is a slice.
         column: [E], of row_ptr's dtype: where a message comes from. What is not in 0 to M - 1 (M + P - 1 with previous)
             is left out; for the mean it counts as an edge.
         edge: [E], of row_ptr's dtype, a permutation: the edge at each place, by whose number edge_weight and arguments
@@ -368,11 +369,11 @@ def check_graph(x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_ed
         raise ValueError(f"reduce: expected 'sum', 'mean', 'max', 'min' or 'softmax', got {reduce!r}")
     c.is_floating("x", x)
     c.has_shape("x", x, ("M", "F"))
-    nodes = int(x.shape[0])
+    nodes = x.shape[0]
     if previous is not None:
         c.same_dtype("previous", previous, "x", x)
-        c.has_shape("previous", previous, ("P", int(x.shape[1])))
-        nodes += int(previous.shape[0])
+        c.has_shape("previous", previous, ("P", x.shape[1]))
+        nodes += previous.shape[0]
     check_indices("row_ptr", row_ptr, row_ptr, ("N + 1",))
     if row_ptr.shape[0] == 0:
         raise ValueError("row_ptr: expected shape [N + 1], got [0]")
@@ -584,7 +585,7 @@ def _(
         c.is_tensor(name, value)
     tensors = {"grad": grad, "arg": arg, "state": state}
     check_graph(x, row_ptr, column, edge, edge_weight, t_row_ptr, t_column, t_edge, previous, reduce, **tensors)
-    shape = (int(row_ptr.shape[0]) - 1, int(x.shape[1]))
+    shape = (row_ptr.shape[0] - 1, x.shape[1])
     c.same_dtype("grad", grad, "x", x)
     c.has_shape("grad", grad, shape)
     if reduce in ("max", "min"):
@@ -711,7 +712,7 @@ def spatiotemporal_message_passing(
     c.is_tensor("x", x)
     c.is_tensor("previous", previous)
     c.has_shape("x", x, (plan.num_nodes, "F"))
-    c.has_shape("previous", previous, (plan.num_previous, int(x.shape[1])))
+    c.has_shape("previous", previous, (plan.num_previous, x.shape[1]))
     return by_plan(x, previous, plan, edge_weight, reduce, return_arg)
 
 

@@ -17,6 +17,7 @@ from .knn import pull_of_distances, squared_radius
 PAIRS_AT_A_TIME = 1 << 22
 MOST_ROWS = 0x7FFFFF00  # of the kernels, and most dimensions
 MOST_SEGMENTS = 65_535
+MOST_NEIGHBOURS = 2**56
 # Sums are equal, each step rounded alike. The kernels' root is rounded to nearest; torch's on a CPU is an ulp off in a
 # sixth of all values, and no version of torch promises another one on a GPU: so one ulp, at most 2^-23 of a value.
 ROOT = Tolerance({torch.float32: (2.0**-23, 0.0)})
@@ -68,7 +69,7 @@ def check_pair(a: Tensor, b: Tensor) -> None:
         c.is_tensor(name, x)
         c.is_floating(name, x)
     c.has_shape("a", a, ("N", "D"))
-    c.has_shape("b", b, ("M", int(a.shape[1])))
+    c.has_shape("b", b, ("M", a.shape[1]))
     c.same_dtype("b", b, "a", a)
     c.same_device(a=a, b=b)
 
@@ -206,9 +207,14 @@ def _(args, kept, grad):
 
 
 def centre_of(b: Tensor) -> Tensor:
-    """[D], in the dtype of computation: the mean of the rows, or zeros where there are none. Without a gradient."""
+    """[D], in the dtype of computation: the mean of the rows, or zeros where there are none. Without a gradient.
+
+    Rows with NaN or infinity, or so long that their squares overflow, are not in it: what is subtracted from all rows
+    would carry one of these into all distances.
+    """
     wide = b.detach().to(wide_of(b))
-    return wide.mean(0) if b.shape[0] else wide.new_zeros(b.shape[1])
+    counts = torch.linalg.vector_norm(wide, dim=1).square().isfinite()
+    return torch.where(counts.unsqueeze(1), wide, 0.0).sum(0) / counts.sum().clamp(min=1)
 
 
 def pull_of_all(a: Tensor, b: Tensor, distance: Tensor, grad: Tensor, squared: bool) -> dict[str, Tensor]:
@@ -302,7 +308,7 @@ def _(products, a_squares, b_squares, squared):
     for name, x, size in (("a_squares", a_squares, products.shape[0]), ("b_squares", b_squares, products.shape[1])):
         c.is_tensor(name, x)
         c.same_dtype(name, x, "products", products)
-        c.has_shape(name, x, (int(size),))
+        c.has_shape(name, x, (size,))
     c.same_device(products=products, a_squares=a_squares, b_squares=b_squares)
     c.is_bool("squared", squared)
     c.is_apart("products", products)
@@ -482,7 +488,7 @@ def pairwise_within_counts(a: Tensor, b: Tensor, radius: float, segment: int = 2
 
 
 def segments_of(b: Tensor, segment: int) -> int:
-    return -(-int(b.shape[0]) // segment)
+    return -(-b.shape[0] // segment)
 
 
 @pairwise_within_counts.check
@@ -604,9 +610,9 @@ def _(a, b, radius, starts, total, segment):
     c.is_tensor("starts", starts)
     if starts.dtype != torch.int64:
         raise TypeError(f"starts: expected int64, got {c.short(starts.dtype)}")
-    c.has_shape("starts", starts, (int(a.shape[0]), segments_of(b, segment)))
+    c.has_shape("starts", starts, (a.shape[0], segments_of(b, segment)))
     c.same_device(a=a, starts=starts)
-    c.in_range("total", total, 0, 2**56)
+    c.in_range("total", total, 0, MOST_NEIGHBOURS)
 
 
 @pairwise_within_fill.fake

@@ -96,7 +96,7 @@ def check(q, kv, q_gamma, k_gamma, eps):
     if q.dim() != 3:
         raise ValueError(f"q: expected shape [N, H, D], got {list(q.shape)}")
     heads.check_even("q", q)
-    count, dim = (int(n) for n in q.shape[1:])
+    _, count, dim = q.shape
     c.has_shape("kv", kv, ("L", 2, count, dim))
     c.same_dtype("kv", kv, "q", q)
     heads.check_gammas(q_gamma, k_gamma, count, dim)

@@ -148,13 +148,13 @@ def _(queries, corpus, k, column_terms, metric, *, first_index):
     c.has_shape("queries", queries, ("Q", "D"))
     c.is_tensor("corpus", corpus)
     c.same_dtype("corpus", corpus, "queries", queries)
-    c.has_shape("corpus", corpus, ("C", int(queries.shape[1])))
+    c.has_shape("corpus", corpus, ("C", queries.shape[1]))
     c.in_range("k", k, 1, 2**62)
     is_metric(metric)
     if column_terms is not None:
         if metric == "dot":
             raise ValueError("column_terms: expected None for the metric 'dot', got a tensor")
-        is_wide("column_terms", column_terms, (int(corpus.shape[0]),), queries, "queries")
+        is_wide("column_terms", column_terms, (corpus.shape[0],), queries, "queries")
     c.in_range("first_index", first_index, 0, 2**62)
     c.same_device(queries=queries, corpus=corpus, column_terms=column_terms)
 

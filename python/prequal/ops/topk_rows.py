@@ -158,13 +158,13 @@ def _(best, idx, products, row_terms, column_terms, metric, *, first_index, fres
         c.is_tensor(name, x)
     c.is_floating("products", products)
     c.has_shape("products", products, ("Q", "n"))
-    rows, columns = int(products.shape[0]), int(products.shape[1])
+    rows, columns = products.shape[0], products.shape[1]
     is_wide("best", best, (rows, "k"), products)
     if best.shape[1] == 0:
         raise ValueError(f"best: expected k from 1, got shape {list(best.shape)}")
     if idx.dtype != torch.int64:
         raise TypeError(f"idx: expected int64, got {c.short(idx.dtype)}")
-    c.has_shape("idx", idx, (rows, int(best.shape[1])))
+    c.has_shape("idx", idx, (rows, best.shape[1]))
     is_metric(metric)
     for name, x, size in (("row_terms", row_terms, rows), ("column_terms", column_terms, columns)):
         if metric == "dot":

@@ -208,13 +208,13 @@ def _(log_emissions, log_transitions, log_initial, *, lengths, end_scores, trans
         raise ValueError(f"transitions_per: expected 'auto', 'sequence' or 'step', got {transitions_per!r}")
     if log_emissions.dim() != 3 or log_emissions.shape[2] == 0:
         raise ValueError(f"log_emissions: expected shape [B, T, S], S from 1, got {list(log_emissions.shape)}")
-    batch, steps, states = (int(size) for size in log_emissions.shape)
+    batch, steps, states = log_emissions.shape
     if log_transitions.dim() == 2:
         c.has_shape("log_transitions", log_transitions, (states, states))
     else:
         is_matrices("log_transitions", log_transitions, batch, steps, states, transitions_per)
     for name in ("log_initial", "end_scores"):
-        if (x := given[name]) is not None and tuple(x.shape) not in ((states,), (batch, states)):
+        if (x := given[name]) is not None and not is_row(x, batch, states):
             raise ValueError(f"{name}: expected shape [{states}] or [{batch}, {states}], got {list(x.shape)}")
     if lengths is not None:
         if lengths.dtype not in INTEGERS:
@@ -222,11 +222,24 @@ def _(log_emissions, log_transitions, log_initial, *, lengths, end_scores, trans
         c.has_shape("lengths", lengths, (batch,))
 
 
+# What follows compares one size with another and no more of them than it must: under torch.compile each comparison is
+# a condition under which the code that was compiled holds, and sizes in a set or in a text are constants of it.
+
+
+def is_row(x: Tensor, batch: int, states: int) -> bool:
+    """[S] or [B, S]."""
+    if x.dim() == 1:
+        return x.shape[0] == states
+    return x.dim() == 2 and x.shape[0] == batch and x.shape[1] == states
+
+
 def is_matrices(name: str, x: Tensor, batch: int, steps: int, states: int, per: str) -> None:
     """[B, S, S], or [T, S, S], or either where it can be told which."""
-    sizes = {"auto": {batch, steps}, "sequence": {batch}, "step": {steps}}[per]
-    shown = {"auto": f"[{states}, {states}], [{batch} or {steps}", "sequence": f"[{batch}", "step": f"[{steps}"}[per]
-    if x.dim() != 3 or x.shape[0] not in sizes or tuple(x.shape[1:]) != (states, states):
+    sizes = {"auto": (batch, steps), "sequence": (batch,), "step": (steps,)}[per]
+    square = x.dim() == 3 and x.shape[1] == states and x.shape[2] == states
+    if not square or not any(x.shape[0] == size for size in sizes):
+        first = " or ".join(str(size) for size in sizes)
+        shown = f"[{states}, {states}], [{first}" if per == "auto" else f"[{first}"
         raise ValueError(f"{name}: expected shape {shown}, {states}, {states}], got {list(x.shape)}")
     if per == "auto" and batch == steps:
         raise ValueError(f"transitions_per: expected 'sequence' or 'step' where B and T are both {batch}, got {per!r}")
@@ -236,6 +249,7 @@ viterbi_decode.kernel(
     needs=[
         c.at_most("log_emissions", 2, MOST_STATES),
         c.at_most("log_emissions", 1, MOST_STEPS),
+        c.at_most("log_emissions", 0, 2**31 - 1),
         c.dtype_in("log_emissions", *FLOATS),
         c.dtype_in("log_transitions", *FLOATS),
         c.Need(

@@ -10,6 +10,7 @@ from torch import Tensor
 from prequal.ops import pairwise_direct, pairwise_from_products_, pairwise_within_counts, pairwise_within_fill
 from prequal.ops._rows import wide_of
 from prequal.ops.pairwise_distance import (
+    MOST_NEIGHBOURS,
     centre_of,
     check_norm,
     check_pair,
@@ -45,7 +46,8 @@ def pairwise_distance(a: Tensor, b: Tensor, *, p: float = 2.0, squared: bool = F
     right to (D + 2) 2^-24 of their value.
 
     From 256 coordinates on, p = 2 is a matrix product of rows from which c, the mean of b, is subtracted: an offset of
-    both sets does no harm here, either, and none is negative, but the distance of equal rows is not exactly 0. With
+    both sets does no harm here, either, and none is negative, but the distance of equal rows is not exactly 0. Rows
+    with NaN or infinity, or whose squares overflow, are not in the mean, and spoil their own distances alone. With
     u = 2^-23, which allows for sums that are cut off rather than rounded, a square is off by at most
     ``e = (D + 8) u (|a - c| + |b - c|)^2``, and a distance d by at most ``sqrt(e)`` and ``e / d``; in float64 u is
     2^-52. The product is torch's: with TF32 switched on, it is what TF32 makes of it, and the bound does not hold.
@@ -142,9 +144,13 @@ def pairwise_within(a: Tensor, b: Tensor, radius: float) -> tuple[Tensor, Tensor
     check_pair(a, b)
     check_radius(radius)
     with torch.no_grad():
-        segment = segment_of(int(a.shape[0]), int(b.shape[0]))
+        segment = segment_of(a.shape[0], b.shape[0])
         counts = pairwise_within_counts(a, b, radius, segment)
         starts, total = starts_of(counts)
         ptr = torch.nn.functional.pad(counts.sum(1).cumsum(0), (1, 0))
-        idx, dist2 = pairwise_within_fill(a, b, radius, starts, int(total), segment)
+        found = int(total)
+        # said for torch.compile, which knows no number that only the device has
+        torch._check(found >= 0)
+        torch._check(found <= MOST_NEIGHBOURS)
+        idx, dist2 = pairwise_within_fill(a, b, radius, starts, found, segment)
     return ptr, idx, dist2

@@ -14,10 +14,10 @@ from prequal.ops._rows import FLOATS, wide_of
 from prequal.ops.topk_rows import is_metric
 from prequal.registry import is_transformed
 
-from .walk import merged, plain_formula, reranked, rescored, search
+from .graph_node import packet
+from .walk import merged, plain_formula, rescored, searched
 
 MOST_RESULTS = 128  # k, and of rerank
-RERANK_WORKSPACE_BYTES = 2**24  # unless the caller says what it may be
 
 
 def cosine_topk(
@@ -38,8 +38,9 @@ def cosine_topk(
         queries: [Q, D], float16, bfloat16, float32 or float64.
         corpus: [C, D], of queries' dtype.
         k: results a query, 1 to 128. More than C is right.
-        corpus_norms: [C], float32 (float64 for float64): the norms of corpus, if they are known; they are believed.
-            "dot" has no use for them. `CorpusIndex` keeps them.
+        corpus_norms: [C], float32 (float64 for float64): the norms of corpus, if they are known; they are believed,
+            under torch.func's transforms too, and have no gradient. "dot" has no use for them. `CorpusIndex` keeps
+            them.
         metric: "cosine"; "dot", the inner product; "l2", minus the squared distance: of each the largest is the best.
         rerank: 0 to 128: so many more than k are looked for, and the scores of all those computed again in float64 from
             the vectors and rounded once; the k best by these are returned.
@@ -47,8 +48,9 @@ def cosine_topk(
             results: each rank's candidates are gathered and merged.
         first_index: the index of the first row; None for 0, and of a shard for the rows of the ranks before it, which
             asks every rank, and waits for the device.
-        max_workspace_bytes: memory for scores; one is always made. None: a twelfth of what all scores would take in
-            the dtype of the vectors, 16 MiB at least, 256 at most, and 16 MiB where rerank computes them again.
+        max_workspace_bytes: memory for scores, of which one is always made. None: a few queries are answered in one
+            pass, which stores no scores; of more, a twelfth of what all scores would take in the dtype of the vectors,
+            64 MiB at least of fewer than 500,000 rows, 256 at most. And 16 MiB where rerank computes them again.
 
     Returns:
         scores: [Q, k], float32 (float64 for float64), in descending order.
@@ -66,8 +68,9 @@ def cosine_topk(
     scores, of every row whose exact score is above that of the last candidate by two such bounds; the scores returned
     are then right to a rounding of float32.
 
-    Where a gradient is needed, the scores of the k rows are computed once more, in float32 from the vectors, which
-    takes Q k D elements; the choice itself has no gradient. Not with a process_group.
+    Where a gradient is needed, the scores of the k rows are computed once more, in float32 from the vectors and without
+    corpus_norms, which takes Q k D elements; the choice itself has no gradient. Not with a process_group. Under
+    torch.func's transforms all scores are in memory at once.
 
     Raises:
         TypeError: queries or corpus is no such tensor, corpus of another dtype, norms of another; k, rerank or
@@ -89,7 +92,7 @@ def check_call(queries, corpus, k, norms, metric, rerank, first_index, workspace
         if x.dtype not in (*FLOATS, torch.float64):
             raise TypeError(f"{name}: expected float16, bfloat16, float32 or float64, got {c.short(x.dtype)}")
     c.has_shape("queries", queries, ("Q", "D"))
-    c.has_shape("corpus", corpus, ("C", int(queries.shape[1])))
+    c.has_shape("corpus", corpus, ("C", queries.shape[1]))
     c.same_dtype("corpus", corpus, "queries", queries)
     c.in_range("k", k, 1, MOST_RESULTS)
     is_metric(metric)
@@ -98,7 +101,7 @@ def check_call(queries, corpus, k, norms, metric, rerank, first_index, workspace
         if norms.dtype != wide_of(queries):
             wide = c.short(wide_of(queries))
             raise TypeError(f"corpus_norms: expected {wide} for {c.short(queries.dtype)}, got {c.short(norms.dtype)}")
-        c.has_shape("corpus_norms", norms, (int(corpus.shape[0]),))
+        c.has_shape("corpus_norms", norms, (corpus.shape[0],))
     c.same_device(queries=queries, corpus=corpus, corpus_norms=norms)
     c.in_range("rerank", rerank, 0, MOST_RESULTS)
     if first_index is not None:
@@ -109,30 +112,42 @@ def check_call(queries, corpus, k, norms, metric, rerank, first_index, workspace
 
 def answer(queries, corpus, k, metric, norms, terms, rerank, group, first_index, workspace):
     """Of a right call. terms: [C], what the metric asks of each row of the corpus, where it is known."""
-    wanted = torch.is_grad_enabled() and (queries.requires_grad or corpus.requires_grad)
-    transformed = not torch.compiler.is_dynamo_compiling() and (
-        torch._C._functorch.peek_interpreter_stack() is not None or is_transformed((queries, corpus))
-    )
+    compiling = torch.compiler.is_dynamo_compiling()
+    asks = requires_grad if compiling else anywhere_requires_grad
+    wanted = torch.is_grad_enabled() and (asks(queries) or asks(corpus))
+    differentiated = not compiling and is_transformed((queries, corpus))
+    transformed = differentiated or (not compiling and torch._C._functorch.peek_interpreter_stack() is not None)
+    wanted = wanted or differentiated
     if group is not None and (wanted or transformed):
         raise ValueError("process_group: expected tensors without a gradient and no transform where a corpus is spread")
-    if transformed:
-        return plain_formula(queries, corpus, k, metric, first_index or 0)
     if first_index is None:
         first_index = 0 if group is None else rows_before(corpus, group)
-    if norms is not None and norms.requires_grad:
+    if norms is not None and (norms.requires_grad or transformed):
         norms = norms.detach()
     # no_grad is a part of what a small call takes in Python: only where something would be recorded
     with torch.no_grad() if wanted else nullcontext():
         q, rows = (queries.detach(), corpus.detach()) if wanted else (queries, corpus)
-        scores, idx = search(q, rows, k + rerank, metric, norms, terms, first_index, workspace)
-        if rerank:
-            scores, idx = reranked(q, rows, idx, k, metric, first_index, workspace or RERANK_WORKSPACE_BYTES)
+        by = packet if compiling else plain_formula if transformed else searched
+        scores, idx = by(q, rows, k, rerank, metric, norms, terms, first_index, workspace)
         if group is not None:
             scores, idx = of_all_ranks(scores, idx, k, group)
     if wanted:
         local = torch.where(idx < 0, -1, idx - first_index)
         scores = rescored(queries, corpus, local, metric, wide_of(queries))
     return scores, idx
+
+
+def requires_grad(x: Tensor) -> bool:
+    return x.requires_grad
+
+
+def anywhere_requires_grad(x: Tensor) -> bool:
+    """Also outside of the transforms of torch.func that it is in."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if x.requires_grad:
+            return True
+        x = torch._C._functorch.get_unwrapped(x)
+    return x.requires_grad
 
 
 def rows_before(corpus: Tensor, group: Any) -> int:

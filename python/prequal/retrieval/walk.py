@@ -13,6 +13,8 @@ from prequal.registry import without_autocast
 
 from .chunks import default_workspace, in_one_pass, parts, tile_sizes
 
+RERANK_WORKSPACE_BYTES = 2**24  # unless the caller says what it may be
+
 
 def terms_of(norms: Tensor, metric: str) -> Tensor | None:
     """What `topk_rows_` asks of each row or column, from its norms."""
@@ -91,13 +93,28 @@ def search(
     return best, idx
 
 
+def searched(
+    queries: Tensor,
+    corpus: Tensor,
+    k: int,
+    rerank: int,
+    metric: str,
+    norms: Tensor | None,
+    terms: Tensor | None,
+    first_index: int,
+    workspace: int | None,
+) -> tuple[Tensor, Tensor]:
+    """(scores, idx), both [Q, k]: a search, and where it is asked for the scores in float64 after it."""
+    scores, idx = search(queries, corpus, k + rerank, metric, norms, terms, first_index, workspace)
+    return reranked(queries, corpus, idx, k, metric, first_index, workspace) if rerank else (scores, idx)
+
+
 def rescored(queries: Tensor, corpus: Tensor, idx: Tensor, metric: str, dtype: torch.dtype) -> Tensor:
     """[Q, k]: the scores of these rows of the corpus, computed in `dtype` from the vectors; -inf where idx is negative.
     With gradients."""
-    picked = corpus[idx.clamp(min=0)].to(dtype) if corpus.shape[0] else corpus.new_zeros((*idx.shape, 1), dtype=dtype)
-    q = queries.to(dtype)
-    if not corpus.shape[0]:
-        q = q.new_zeros((len(q), 1))
+    # a corpus without rows gets one, so that its gradient and that of queries are there, and zero
+    rows = corpus if corpus.shape[0] else torch.nn.functional.pad(corpus, (0, 0, 0, 1))
+    picked, q = rows[idx.clamp(min=0)].to(dtype), queries.to(dtype)
     if metric == "l2":
         scores = -(picked - q.unsqueeze(1)).square().sum(2)
     else:
@@ -109,11 +126,11 @@ def rescored(queries: Tensor, corpus: Tensor, idx: Tensor, metric: str, dtype: t
 
 
 def reranked(
-    queries: Tensor, corpus: Tensor, idx: Tensor, k: int, metric: str, first_index: int, max_workspace_bytes: int
+    queries: Tensor, corpus: Tensor, idx: Tensor, k: int, metric: str, first_index: int, workspace: int | None
 ) -> tuple[Tensor, Tensor]:
     """The k best of the rows idx [Q, m], by scores computed in float64 and rounded once."""
     wide, m = wide_of(queries), idx.shape[1]
-    rows = max(1, max_workspace_bytes // max(1, m * queries.shape[1] * 8))
+    rows = max(1, (workspace or RERANK_WORKSPACE_BYTES) // max(1, m * queries.shape[1] * 8))
     local = torch.where(idx < 0, -1, idx - first_index)
     with without_autocast(queries.device):
         scores = [
@@ -130,12 +147,26 @@ def merged(scores: Tensor, idx: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return best_of(scores.gather(1, order), idx.gather(1, order), k)
 
 
-def plain_formula(queries: Tensor, corpus: Tensor, k: int, metric: str, first_index: int) -> tuple[Tensor, Tensor]:
-    """All scores at once: what torch's transforms are taken of."""
+def plain_formula(
+    queries: Tensor,
+    corpus: Tensor,
+    k: int,
+    rerank: int,
+    metric: str,
+    norms: Tensor | None,
+    terms: Tensor | None,
+    first_index: int,
+    workspace: int | None,
+) -> tuple[Tensor, Tensor]:
+    """What `searched` answers, from all scores at once: what torch's transforms are taken of."""
     wide = wide_of(queries)
     q, rows = queries.to(wide), corpus.to(wide)
-    of_rows, of_columns = (terms_of(torch.linalg.vector_norm(x, dim=1), metric) for x in (q, rows))
-    scores = scores_of(q @ rows.t(), of_rows, of_columns, metric)
+    of_rows = terms_of(torch.linalg.vector_norm(q, dim=1), metric)
+    if terms is None:
+        terms = terms_of(torch.linalg.vector_norm(rows, dim=1) if norms is None else norms, metric)
+    with without_autocast(queries.device):
+        scores = scores_of(q @ rows.t(), of_rows, terms, metric)
     idx = torch.arange(first_index, first_index + corpus.shape[0], device=queries.device).expand(scores.shape)
-    best, empty = nothing_yet(queries.shape[0], k, wide, queries.device)
-    return best_of(torch.cat((scores, best), 1), torch.cat((idx, empty), 1), k)
+    best, empty = nothing_yet(queries.shape[0], k + rerank, wide, queries.device)
+    scores, idx = best_of(torch.cat((scores, best), 1), torch.cat((idx, empty), 1), k + rerank)
+    return reranked(queries, corpus, idx, k, metric, first_index, workspace) if rerank else (scores, idx)
