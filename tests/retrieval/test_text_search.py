@@ -40,7 +40,7 @@ def test_the_quick_form_compares_times_and_writes(program, few_texts, dtype, tmp
     assert all(row["device_us"]["median"] > 0 for row in result["times"].values())
     for name in ("cosine_topk", "index", "rerank"):
         assert result["answers"][name]["largest_error"] <= result["answers"][name]["bound"]
-    assert set(result["paths"]) == {"topk_products"}  # few queries: one pass
+    assert set(result["paths"]) == {"row_norms", "topk_rows_"}  # 20 queries, a small corpus: one tile
     assert all(len(rows) == 3 for rows in result["answered"].values())
     shares = [row["among k"] for row in result["found_itself"].values()]
     assert shares[-1] > shares[0]
@@ -117,4 +117,4 @@ def test_on_a_gpu_the_kernel_answers(program, few_texts, dtype, tmp_path):
     out = tmp_path / "search.json"
     given = ["--quick", "--device", "cuda", "--rounds", "1", "--runs", "2", "--dtype", dtype, "--json", str(out)]
     assert program.main(given) == 0
-    assert json.loads(out.read_text())["paths"] == {"topk_products": "fast"}  # few queries: one pass
+    assert set(json.loads(out.read_text())["paths"].values()) == {"fast"}

@@ -17,11 +17,31 @@ LARGE_CORPUS = 500_000  # rows from which on memory counts for more: a tenth of 
 MOST_QUERIES = 1024
 STEP = 128  # rows of the corpus: a matrix product's own tile
 
-# Queries. topk_products reads the corpus once for each 64. Its products alone took 142 us for 64 queries and a million
-# rows of 256 (H200, bfloat16); a matrix product in tiles of 64 MiB 239, with norms of 118 and the choice still to come;
-# torch's product and topk of 128 queries 1,272. A small corpus is a few launches either way.
-MOST_IN_ONE_PASS, MOST_OF_A_SMALL_CORPUS = 128, 64
-SMALL_CORPUS = 16_384  # rows
+# One pass beside tiles, device time in microseconds on an H200 of bfloat16 (one call, the cache cold):
+#
+#   queries x rows x columns, k      one pass   tiles   torch's product and topk
+#        16 x   1,000 x    64,   1         31      27      26
+#        16 x   1,000 x 1,024, 128         58      33      38
+#        16 x 100,000 x    64,  10         38     113     179
+#        16 x 100,000 x 1,024, 128        130     132     166
+#        65 x 100,000 x    64,   1        111     116     167
+#       128 x 100,000 x 1,024, 128        645     174     253
+#
+# topk_products reads the corpus once for as many queries as lie in its shared memory (MOST_TOGETHER of halves, fewer of
+# long vectors). A large corpus has many tiles, of a launch or two each: there it pays to read twice, where rows are
+# short (128 x 1,000,000 x 256: 609 us in two passes, torch 1,229; of 1,024 columns 1,527).
+FEW_QUERIES, SMALL_CORPUS = 8, 16_384  # rows
+MOST_TOGETHER, SHARED_BYTES = 64, 225_000
+MOST_IN_TWO_PASSES, SHORT_ROW_BYTES = 128, 512
+
+
+def queries_in_a_pass(width: int, k: int, itemsize: int) -> int:
+    """How many queries `topk_products` takes at a time, where a multiprocessor has the shared memory of sm_90."""
+    queries = MOST_TOGETHER if itemsize == 2 else MOST_TOGETHER // 4  # floats are multiplied without tensor cores
+    of_one = width * itemsize + (128 if k <= 64 else 256) * 8
+    while queries > 8 and queries * of_one > SHARED_BYTES:
+        queries //= 2
+    return queries
 
 
 def in_one_pass(queries: int, width: int, corpus: int, k: int, itemsize: int) -> bool:
@@ -32,7 +52,10 @@ def in_one_pass(queries: int, width: int, corpus: int, k: int, itemsize: int) ->
     """
     if itemsize > 4 or k > MOST_KEPT or corpus > MOST_ROWS or width * itemsize > MOST_QUERY_BYTES:
         return False
-    return queries <= (MOST_OF_A_SMALL_CORPUS if corpus < SMALL_CORPUS else MOST_IN_ONE_PASS)
+    if corpus < SMALL_CORPUS:
+        return queries <= FEW_QUERIES
+    twice = itemsize == 2 and corpus >= LARGE_CORPUS and width * itemsize <= SHORT_ROW_BYTES
+    return queries <= queries_in_a_pass(width, k, itemsize) or (twice and queries <= MOST_IN_TWO_PASSES)
 
 
 def default_workspace(queries: int, corpus: int, itemsize: int) -> int:
