@@ -195,8 +195,6 @@ class BlockTeam {
     for (int k = 0; k < Sums - 1; ++k) of.sum[k] = part.at[k];
     join(of, of_lane_, inverse_of_block_);
   }
-  __device__ __forceinline__ float first_mean(float value) const { return warp_sum(value) * inverse_of_warp_; }
-  __device__ __forceinline__ void moments(Moments<Sums>& of) { offer_moments(of), take_moments(of); }
 
  private:
   Shared& shared_;

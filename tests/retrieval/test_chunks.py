@@ -53,7 +53,7 @@ def test_the_default_and_norms_are_less_than_a_tenth_of_all_scores_of_a_large_co
 
 def test_one_pass_is_for_what_its_kernel_takes():
     assert in_one_pass(1, 256, 1_000_000, 10, 2)
-    assert in_one_pass(8, 1024, 1000, 128, 4)
+    assert in_one_pass(16, 1024, 1000, 128, 4)
     assert not in_one_pass(1, 256, 1_000_000, 129, 2)
     assert not in_one_pass(1, 3073, 1_000_000, 10, 2)
     assert not in_one_pass(1, 256, 2**30 + 1, 10, 2)
@@ -61,14 +61,15 @@ def test_one_pass_is_for_what_its_kernel_takes():
     assert not in_one_pass(100_000, 1024, 1_000_000, 10, 2)
 
 
-def test_one_pass_is_for_queries_that_lie_together_and_a_large_corpus_of_short_rows_is_read_twice():
-    for width, k, itemsize in itertools.product((0, 1, 64, 256, 1024, 1536), (1, 64, 65, 128), (2, 4)):
-        together = queries_in_a_pass(width, k, itemsize)
+def test_one_pass_is_for_queries_that_lie_together_and_a_large_corpus_is_read_twice_for_some_more():
+    sizes = itertools.product((0, 1, 64, 256, 1024, 1536), (1, 1000, 100_000, LARGE_CORPUS), (1, 64, 65, 128), (2, 4))
+    for width, corpus, k, itemsize in sizes:
+        together = queries_in_a_pass(width, corpus, k, itemsize)
         assert together in (8, 16, 32, 64)
-        assert in_one_pass(together, width, 100_000, k, itemsize)
-        assert not in_one_pass(together + 1, width, 100_000, k, itemsize)
-        assert not in_one_pass(9, width, 1000, k, itemsize)
-        assert in_one_pass(128, width, 1_000_000, k, itemsize) == (itemsize == 2 and width <= 256)
-    assert queries_in_a_pass(1024, 10, 2) == 64
-    assert queries_in_a_pass(1024, 128, 2) == 32
-    assert queries_in_a_pass(64, 10, 4) == 16
+        twice = min(2 * together, 128 if width * itemsize <= 512 else 64) if corpus == LARGE_CORPUS else 0
+        assert in_one_pass(max(together, twice), width, corpus, k, itemsize)
+        assert not in_one_pass(max(together, twice) + 1, width, corpus, k, itemsize)
+    assert queries_in_a_pass(1024, 100_000, 10, 2) == 64
+    assert queries_in_a_pass(1024, 100_000, 128, 2) == 32
+    assert queries_in_a_pass(1024, 1000, 10, 2) == 32
+    assert queries_in_a_pass(64, 100_000, 10, 4) == 16

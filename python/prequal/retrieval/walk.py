@@ -36,16 +36,15 @@ def widens(x: Tensor) -> bool:
     return TORCH_WIDENS and x.is_cuda and x.element_size() == 2
 
 
-def inner_products(queries: Tensor, corpus: Tensor, out: Tensor) -> None:
-    """out [q, n] = queries [q, D] @ corpus [n, D].T, in out's dtype without a rounding in between."""
+def inner_products(queries: Tensor, transposed: Tensor, out: Tensor) -> Tensor:
+    """out [q, n] = queries [q, D] @ transposed [D, n], in out's dtype without a rounding in between."""
     if queries.shape[1] == 0:
-        out.zero_()
-    elif queries.dtype == out.dtype:
-        torch.mm(queries, corpus.t(), out=out)
-    elif widens(queries):
-        torch.ops.aten.mm.dtype_out(queries, corpus.t(), out.dtype, out=out)
-    else:  # the tile of the corpus is copied
-        torch.mm(queries.to(out.dtype), corpus.to(out.dtype).t(), out=out)
+        return out.zero_()
+    if queries.dtype == out.dtype:
+        return torch.mm(queries, transposed, out=out)
+    if widens(queries):
+        return torch.mm(queries, transposed, out_dtype=out.dtype, out=out)
+    return torch.mm(queries.to(out.dtype), transposed.to(out.dtype), out=out)  # the tile of the corpus is copied
 
 
 def all_products(queries: Tensor, corpus: Tensor, wide: torch.dtype) -> Tensor:
@@ -58,8 +57,7 @@ def all_products(queries: Tensor, corpus: Tensor, wide: torch.dtype) -> Tensor:
         if widens(queries):
             return torch.mm(queries, corpus.t(), out_dtype=wide)
     products = queries.new_empty((queries.shape[0], -(-count // step) * step), dtype=wide)[:, :count]
-    inner_products(queries, corpus, products)
-    return products
+    return inner_products(queries, corpus.t(), products)
 
 
 def search(
@@ -100,23 +98,21 @@ def search(
         return best, idx
     step = 16 // wide.itemsize
     buffer = queries.new_empty((rows, -(-columns // step) * step), dtype=wide)  # every row begins at 16 bytes
+    # cut once, all at once: of a large corpus each tile takes a few tens of microseconds, and as much in Python
+    tiles = [tile.t() for tile in corpus.split(columns)]
+    terms_of_tiles = [None] * len(tiles) if terms is None else terms.split(columns)
+    some_queries = queries.split(rows)
+    some_row_terms = [None] * len(some_queries) if row_terms is None else row_terms.split(rows)
+    groups = zip(some_queries, best.split(rows), idx.split(rows), some_row_terms, strict=True)
     with without_autocast(queries.device):
-        for q_begin, q_end in parts(queries.shape[0], rows):
-            some = queries[q_begin:q_end]
-            some_terms = None if row_terms is None else row_terms[q_begin:q_end]
-            for begin, end in parts(corpus.shape[0], columns):
-                products = buffer[: q_end - q_begin, : end - begin]
-                inner_products(some, corpus[begin:end], products)
-                topk_rows_(
-                    best[q_begin:q_end],
-                    idx[q_begin:q_end],
-                    products,
-                    some_terms,
-                    None if terms is None else terms[begin:end],
-                    metric,
-                    first_index=first_index + begin,
-                    fresh=begin == 0,
-                )
+        for some, to, places, some_terms in groups:
+            whole, first = buffer[: some.shape[0], :columns], first_index
+            for tile, column_terms in zip(tiles, terms_of_tiles, strict=True):
+                count = tile.shape[1]
+                products = inner_products(some, tile, whole if count == columns else whole[:, :count])
+                fresh = first == first_index
+                topk_rows_(to, places, products, some_terms, column_terms, metric, first_index=first, fresh=fresh)
+                first += count
     return best, idx
 
 
