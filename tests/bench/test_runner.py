@@ -136,17 +136,19 @@ def test_a_run_that_drifts_is_labelled_noisy(clock, gpu):
 
 
 def test_who_is_slow_is_measured_fewer_times_and_who_takes_seconds_not_at_all(clock, gpu):
-    us = {"quick": 4_000.0, "slow": 12_500.0, "slower": 150_000.0, "endless": 2_500_000.0}
+    us = {"quick": 4_000.0, "slow": 12_500.0, "slower": 150_000.0, "slowest": 300_000.0, "endless": 2_500_000.0}
     log: list[str] = []
     row = measure(case_of(*(Other(name, taking(clock, t, log, name), right) for name, t in us.items())), gpu, quiet())
     assert {name: by["device_us"]["runs"] for name, by in row["by"].items() if name in us} == {
         "quick": 100,
         "slow": 40,
         "slower": 20,
+        "slowest": 5,
     }
     assert row["by"]["slower"]["wall_us"]["runs"] == 20
     assert row["failed"] == {"endless": "2.5 s a call: not measured"}
     assert log.count("endless") == 2  # compared, and tried once
+    assert log.count("slowest") <= 2 + 2 * 5 + 1  # and what a call takes of memory
 
 
 def test_the_quick_list_compiles_one_case_of_each_file_of_ops_and_the_full_list_all():

@@ -22,8 +22,9 @@ from .stats import Spread, is_noisy
 ROUNDS = 5  # every implementation has its turn in each, so that a GPU that warms up or throttles is shared by all
 GRAPH_BELOW_US = 1000.0  # above it, launches are nothing
 # Others that are slow are measured fewer times, so that one of them does not take the time of all: 20 runs still have
-# quartiles. Who takes seconds a call is not measured at all, and the row says so.
-PATIENCE_US, LEAST_RUNS, TOO_SLOW_US = 5e5, 20, 2e6
+# quartiles, and from a quarter of a second on, where nothing of a launch shows, one a round does. Who takes seconds a
+# call is not measured at all, and the row says so.
+PATIENCE_US, LEAST_RUNS, ONE_A_ROUND_US, TOO_SLOW_US = 5e5, 20, 2.5e5, 2e6
 
 Say = Callable[[str], None]
 
@@ -209,12 +210,16 @@ def _time(
             say(f"  {one.name}: {row['failed'][one.name]}")
             right.remove(one)
             continue
+        if one.kind != "prequal" and first > ONE_A_ROUND_US:
+            runs[one.name] = 1
+            continue
         warm = device.device_us(calls[one.name], 1 if first > PATIENCE_US / LEAST_RUNS else WARM_UPS - 1)
         patient = asked if one.kind == "prequal" else max(LEAST_RUNS, int(PATIENCE_US / max(1e-3, min(warm))))
         runs[one.name] = math.ceil(min(asked, patient) / options.rounds)
     for _ in range(options.rounds):
         for one in right:
-            device.wall_us(calls[one.name], 2)  # back from the others' code and data
+            if runs[one.name] > 1:
+                device.wall_us(calls[one.name], 2)  # back from the others' code and data
             one.device_us += device.device_us(calls[one.name], runs[one.name])
             one.wall_us += device.wall_us(calls[one.name], runs[one.name])
 
