@@ -415,7 +415,7 @@ constexpr RowPlan plan_of_rms(int64_t width) {
 template <Kind kind, bool Add, class T, bool Ragged>
 RowPlan forward_plan(const Context& context, int64_t rows, int64_t width) {
   const int64_t accesses = (width + widest<T> - 1) / widest<T>;
-  if (accesses <= widest_part) return part_plan(width, widest<T>);
+  if (!Ragged && accesses <= widest_part) return part_plan(width, widest<T>);  // a ragged store is a whole warp's
   const bool held =
       !Ragged && (kind == Kind::rms || accesses >= 1024 || rows <= 8 * static_cast<int64_t>(multiprocessors(context)));
   return held ? plan_of_rms<Add, T>(width) : row_plan(width, widest<T>, 0, 0);
@@ -430,9 +430,11 @@ void run(const Context& context, const Forward<T>& a) {
   };
   switch (plan.kind) {
     case RowKind::warp:
-      switch (plan.threads / plan.rows) {
-        case 8: return start.template operator()<held_rows<kind, Add, T, Ragged, 1, PartTeam<8, sums>>>();
-        case 16: return start.template operator()<held_rows<kind, Add, T, Ragged, 1, PartTeam<16, sums>>>();
+      if constexpr (!Ragged) {
+        switch (plan.threads / plan.rows) {
+          case 8: return start.template operator()<held_rows<kind, Add, T, false, 1, PartTeam<8, sums>>>();
+          case 16: return start.template operator()<held_rows<kind, Add, T, false, 1, PartTeam<16, sums>>>();
+        }
       }
       switch (plan.items) {
         case 1: return start.template operator()<held_rows<kind, Add, T, Ragged, 1, WarpTeam<sums>>>();

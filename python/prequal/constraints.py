@@ -129,7 +129,7 @@ def same_device(**tensors: Tensor | None) -> None:
 
 def has_shape(argument: str, x: Tensor, shape: Sequence[int | str], note: str = "") -> None:
     """Strings stand for any size; a final "..." for any further dimensions."""
-    open_ended = bool(shape) and shape[-1] == "..."
+    open_ended = len(shape) > 0 and shape[-1] == "..."  # torch 2.11 does not trace bool() of a tuple
     wanted = shape[:-1] if open_ended else shape
     fits = x.dim() >= len(wanted) if open_ended else x.dim() == len(wanted)
     if not fits or any(not isinstance(w, str) and x.shape[i] != w for i, w in enumerate(wanted)):

@@ -10,7 +10,19 @@ import prequal
 from prequal.bench import cases as lists
 from prequal.bench.cases import Case, Other, Peer, contract_of
 from prequal.bench.evidence import problems
-from prequal.bench.runner import ROUNDS, DeviceLost, Options, bound_call, first_line, floor_us, measure, rotated, run
+from prequal.bench.runner import (
+    ROUNDS,
+    Candidate,
+    DeviceLost,
+    Options,
+    bound_call,
+    first_line,
+    floor_us,
+    measure,
+    replays,
+    rotated,
+    run,
+)
 from prequal.errors import UnknownOpError
 from prequal.registry import OPS
 
@@ -149,6 +161,13 @@ def test_who_is_slow_is_measured_fewer_times_and_who_takes_seconds_not_at_all(cl
     assert row["failed"] == {"endless": "2.5 s a call: not measured"}
     assert log.count("endless") == 2  # compared, and tried once
     assert log.count("slowest") <= 2 + 2 * 5 + 1  # and what a call takes of memory
+
+
+def test_a_graph_of_long_calls_is_replayed_a_few_times_and_of_short_ones_as_often_as_they_run():
+    def replayed(us: float) -> int:
+        return replays(Candidate("one", print, right, "peer", device_us=[us]), 20, ROUNDS)
+
+    assert [replayed(us) for us in (1.0, 50.0, 100.0, 250.0, 999.0)] == [20, 20, 10, 4, 4]
 
 
 def test_the_quick_list_compiles_one_case_of_each_file_of_ops_and_the_full_list_all():

@@ -468,11 +468,13 @@ def test_a_search_takes_less_than_a_tenth_of_the_memory_of_all_scores(cuda, quer
     q, rows = normals(queries, 64, torch.bfloat16, cuda), normals(corpus, 64, torch.bfloat16, cuda, 3)
     prequal.cosine_topk(q, rows, k)
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     prequal.cosine_topk(q, rows, k)
     torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before < queries * corpus * q.element_size() / 10
+    # what was asked for: what the allocator gives is more by up to a block that was free, of another test
+    asked = torch.cuda.memory_stats()
+    most = asked["requested_bytes.all.peak"] - asked["requested_bytes.all.current"]
+    assert 0 < most < queries * corpus * q.element_size() / 10
 
 
 @pytest.mark.gpu

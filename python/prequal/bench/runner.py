@@ -23,8 +23,9 @@ ROUNDS = 5  # every implementation has its turn in each, so that a GPU that warm
 GRAPH_BELOW_US = 1000.0  # above it, launches are nothing
 # Others that are slow are measured fewer times, so that one of them does not take the time of all: 20 runs still have
 # quartiles, and from a quarter of a second on, where nothing of a launch shows, one a round does. Who takes seconds a
-# call is not measured at all, and the row says so.
+# call is not measured at all, and the row says so. A replay is 20 calls already: of long ones 20 replays, 4 a round.
 PATIENCE_US, LEAST_RUNS, ONE_A_ROUND_US, TOO_SLOW_US = 5e5, 20, 2.5e5, 2e6
+REPLAYS_PATIENCE_US = 1e5
 
 Say = Callable[[str], None]
 
@@ -240,7 +241,13 @@ def _time(
     for _ in range(options.rounds):
         for one in right:
             if one.name in graphs:
-                one.graph_us += graphs[one.name](runs[one.name])
+                one.graph_us += graphs[one.name](replays(one, runs[one.name], options.rounds))
+
+
+def replays(one: Candidate, most: int, rounds: int) -> int:
+    """Of a graph of its calls in a round: as many as `most`, and fewer of long calls."""
+    patient = REPLAYS_PATIENCE_US / max(1e-3, GRAPH_CALLS * Spread.of(one.device_us).median)
+    return min(most, math.ceil(max(LEAST_RUNS, patient) / rounds))
 
 
 def bound_call(op: Op, function: Callable[..., Any], args: Sequence[Any], hidden: Collection[str] = ()) -> Call:
