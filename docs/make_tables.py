@@ -47,20 +47,25 @@ def microseconds(measured: dict[str, Any], kind: str) -> str:
     return f"{value:,.0f} µs" if value >= 100 else f"{value:.1f} µs"
 
 
-def best_peer(row: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    peers = [(name, x) for name, x in row["by"].items() if x.get("kind") == "peer" and "device_us" in x]
-    return min(peers, key=lambda item: item[1]["device_us"]["median"], default=None)
+EAGER = ("torch eager", "torch.cdist + argmin")  # of which one has a column of its own
+
+
+def best_of_others(row: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Peers, and other ways to say it in torch."""
+    own = ("prequal", "torch.compile", *EAGER)
+    others = [(name, x) for name, x in row["by"].items() if name not in own and "device_us" in x]
+    return min(others, key=lambda item: item[1]["device_us"]["median"], default=None)
 
 
 SLOWER = "slower than the best of these"
 
 
 def scorecard(every: bool = True) -> str:
-    """A line a measured case, or the first of each file of ops: ours, eager, compiled, best peer, share of the copy
-    bandwidth."""
+    """A line a measured case, or the first of each file of ops: ours, eager, compiled, the best of the others, share of
+    the copy bandwidth."""
     now = digests()
     lines = [
-        "| op, shape | GPU | prequal | torch eager | torch.compile | best peer | of copy bandwidth | |",
+        "| op, shape | GPU | prequal | torch eager | torch.compile | best other | of copy bandwidth | |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for record in evidence():
@@ -73,9 +78,9 @@ def scorecard(every: bool = True) -> str:
                 if why:
                     lines.append(f"| {name} | {record['gpu']} | – | – | – | – | – | not timed: {cell(why)} |")
                 continue
-            eager = by.get("torch eager") or by.get("torch.cdist + argmin") or {}
+            eager: dict[str, Any] = next((by[name] for name in EAGER if name in by), {})
             compiled = by.get("torch.compile", {})
-            peer = best_peer(row)
+            peer = best_of_others(row)
             share = f"{ours['TB_s'] / record['ceilings']['copy_TB_s']:.0%}" if "TB_s" in ours else "–"
             measured = (eager, compiled, *([peer[1]] if peer else []))
             others = [x["device_us"]["median"] for x in measured if "device_us" in x]
@@ -106,8 +111,8 @@ def summary() -> str:
     measured = [line for line in lines if "not measured yet" not in line]
     slower = sum(SLOWER in line for line in measured)
     return (
-        f"The first case of each file of ops. [All {len(measured)} cases](docs/scorecard.md): in {slower} of them the "
-        "best of the others is faster than prequal."
+        f"The first case of each file of ops. [All {len(measured)} cases measured](docs/scorecard.md): in {slower} of "
+        "them the best of the others is faster than prequal."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import threading
 from collections import OrderedDict
 from typing import Any
 
@@ -18,6 +19,7 @@ from .runtime.parameter_cache import watch
 MOST_NODES = 1 << 62
 _most_kept = 8
 _kept: OrderedDict[tuple[int, int, int | None], GraphPlan] = OrderedDict()
+_kept_lock = threading.Lock()
 
 
 class _Sorted(abc.ABC):
@@ -141,9 +143,17 @@ class GraphPlan(_Sorted):
         if num_sources is not None:
             c.in_range("num_sources", num_sources, 0, MOST_NODES)
         self.edge_index = edge_index
-        self.num_nodes = int(num_nodes)
-        self.num_sources = self.num_nodes if num_sources is None else int(num_sources)
+        self._num_nodes = int(num_nodes)
+        self._num_sources = self._num_nodes if num_sources is None else int(num_sources)
         self.rebuild()
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @property
+    def num_sources(self) -> int:
+        return self._num_sources
 
     @classmethod
     def cached(cls, edge_index: Tensor, num_nodes: int, num_sources: int | None = None) -> GraphPlan:
@@ -155,12 +165,15 @@ class GraphPlan(_Sorted):
             TypeError, ValueError: as GraphPlan.
         """
         key = (id(edge_index), num_nodes, num_sources)
-        plan = _kept.get(key)
+        with _kept_lock:
+            plan = _kept.get(key)
         if plan is None or plan.edge_index is not edge_index or plan._built != plan._keys():
-            plan = _kept[key] = cls(edge_index, num_nodes, num_sources)
-        _kept.move_to_end(key)
-        while len(_kept) > _most_kept:
-            _kept.popitem(last=False)
+            plan = cls(edge_index, num_nodes, num_sources)
+        with _kept_lock:
+            _kept[key] = plan
+            _kept.move_to_end(key)
+            while len(_kept) > _most_kept:
+                _kept.popitem(last=False)
         return plan
 
     def _edges(self) -> dict[str, tuple[Tensor, int]]:
@@ -211,9 +224,17 @@ class SpatioTemporalPlan(_Sorted):
             c.in_range("num_previous", num_previous, 0, MOST_NODES)
         self.spatial_edge_index = spatial_edge_index
         self.temporal_edge_index = temporal_edge_index
-        self.num_nodes = int(num_nodes)
-        self.num_previous = self.num_nodes if num_previous is None else int(num_previous)
+        self._num_nodes = int(num_nodes)
+        self._num_previous = self._num_nodes if num_previous is None else int(num_previous)
         self.rebuild()
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @property
+    def num_previous(self) -> int:
+        return self._num_previous
 
     def _edges(self) -> dict[str, tuple[Tensor, int]]:
         return {
@@ -237,6 +258,8 @@ class SpatioTemporalPlan(_Sorted):
 
 def _check_edges(name: str, edges: Tensor) -> None:
     c.is_tensor(name, edges)
+    if torch._C._functorch.is_functorch_wrapped_tensor(edges):
+        raise TypeError(f"{name}: expected a tensor of no torch.func transform, got one")
     if edges.dtype not in INDICES:
         raise TypeError(f"{name}: expected int32 or int64, got {c.short(edges.dtype)}")
     c.has_shape(name, edges, (2, "E"))

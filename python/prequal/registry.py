@@ -616,6 +616,13 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def out_of_autocast(wide: torch.dtype, device: torch.device) -> torch.dtype:
+    """For formulas that torch.func differentiates: what it runs behind them is out of reach of `without_autocast`, and
+    autocast leaves float64 alone."""
+    kind = device.type
+    return torch.float64 if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) else wide
+
+
 def find(name: str | OpFunction) -> Op:
     """The op of this name, or of this public function; UnknownOpError with near matches where there is none."""
     found = getattr(name, "op", None)

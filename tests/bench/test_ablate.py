@@ -94,13 +94,34 @@ def test_nothing_but_noise_is_seldom_called_something():
     assert wrong <= 7  # at most 5 % of 60 in the mean; more than 7 in one of 60 such tests
 
 
-def test_rounds_are_whole_and_each_begins_with_another_variant():
+def test_rounds_are_whole_every_second_goes_backwards_and_each_pair_begins_with_another_variant():
     bench = FakeBench(WORTH)
     ablate(bench.workload, bench=bench, rounds=10)
     rounds = [bench.order[i : i + 5] for i in range(0, len(bench.order), 5)]
     assert len(rounds) == 10
     assert all(len(set(one)) == 5 for one in rounds)
-    assert len({one[0] for one in rounds}) == 5
+    assert rounds[1::2] == [one[::-1] for one in rounds[::2]]
+    assert len({one[0] for one in rounds[::2]}) == 5
+
+
+@pytest.mark.parametrize("rounds", [20, 50])
+def test_a_steady_drift_is_worth_nothing(rounds):
+    """Of the size of an effect that is told from noise: without turning back, the first op is adopted every time."""
+    wrong = 0
+    for seed in range(40):
+        bench = FakeBench(dict.fromkeys("abcde", 0.0), noise=0.01, drift=20.0, seed=seed)
+        report = ablate(bench.workload, bench=bench, rounds=rounds)
+        wrong += any(row.verdict != "neutral" for row in report.rows)
+    assert wrong <= 6  # at most 5 % of 40 in the mean; more than 6 in one of 200 such tests
+
+
+def test_candidates_are_named_once_and_who_serves_nothing_is_said_to():
+    bench, said = FakeBench({"rms_norm": 1.0}), []
+    report = ablate(bench.workload, bench=bench, ops=["rms_norm", "knn", "rms_norm"], progress=said.append)
+    assert [row.op for row in report.rows] == ["rms_norm"]
+    assert said[0] == "left out, since their fast path serves no call of this workload: knn"
+    with pytest.raises(TypeError, match="ops: expected names of ops in a list, got a text"):
+        ablate(bench.workload, bench=bench, ops="rms_norm")
 
 
 def test_rounds_too_few_for_an_interval_are_refused():
@@ -205,11 +226,31 @@ def test_where_no_fast_path_serves_there_is_nothing_to_leave_out(words, workload
         (["{}:step", "--factory"], "expected a function that returns a callable, got Tensor"),
         (["{}:step", "--ops", "rmsnorm"], "did you mean rms_norm"),
         (["{}:step", "--iterations", "0"], "--iterations: expected at least 1"),
+        (["{}:step", "--json", "/"], "--json: expected a file in a folder that exists, got /"),
+        (["{}:step", "--chart", "{}"], "--chart: expected a folder that can be made, got {}"),
     ],
 )
 def test_wrong_use_is_exit_code_2_with_why(words, says, workload, capsys):
     assert main(["ablate", *(word.format(workload) for word in words)]) == 2
-    assert says in capsys.readouterr().err
+    assert says.format(workload) in capsys.readouterr().err
+
+
+def test_a_file_is_loaded_as_python_runs_it(workload, capsys):
+    (workload.parent / "beside_it.py").write_text("NUMBER = 3\n")
+    workload.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\nimport beside_it\n"
+        "@dataclass\nclass Size:\n    number: int = beside_it.NUMBER\n"
+        "def step():\n    return Size()\n"
+    )
+    assert main(["ablate", f"{workload}:step"]) == 1
+    assert "no fast path served" in capsys.readouterr().err
+
+
+def test_a_workload_that_ends_the_process_is_told(workload, capsys):
+    workload.write_text("import sys\ndef step():\n    sys.exit(0)\n")
+    assert main(["ablate", f"{workload}:step"]) == 3
+    assert "the workload ended the process (SystemExit)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["{}:fails"], ["{}:fails", "--factory"]])

@@ -81,6 +81,31 @@ def test_names_in_one_text_are_an_error():
         prequal.verify_replacement(nothing, nothing, gone="aten::gelu")
 
 
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"gone": None}, "gone: expected names of ops or kernels in a list, got NoneType"),
+        ({"gone": b"aten::gelu"}, "gone: expected names of ops or kernels in a list, got bytes"),
+        ({"gone": [3]}, "gone: expected names of ops or kernels, got int among them"),
+        ({"args": X}, r"args: expected a tuple of arguments, got a tensor: \(x,\) for one"),
+    ],
+)
+def test_wrong_arguments_are_told_before_anything_is_called(named, message):
+    def never(*args):
+        raise AssertionError
+
+    with pytest.raises(TypeError, match=message):
+        prequal.verify_replacement(never, never, **named)
+
+
+def test_a_profiler_that_is_on_keeps_what_it_saw():
+    with torch.profiler.profile(acc_events=True) as profiler:
+        torch.sigmoid(X)
+        with pytest.raises(RuntimeError, match="expected no profiler that is on"):
+            prequal.verify_replacement(F.gelu, F.relu, (X,))
+    assert any(event.name == "aten::sigmoid" for event in profiler.events())
+
+
 def test_the_profiler_of_pytorch_sees_what_is_dispatched():
     report = prequal.verify_replacement(F.gelu, F.relu, (X,), gone=["aten::gelu"])
     assert report.ops_gone["aten::gelu"] == 1

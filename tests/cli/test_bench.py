@@ -175,6 +175,8 @@ def committed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(bench, "_digests", lambda: {"rms_norm": "a" * 64})
     monkeypatch.setattr(bench, "_no_gpu", lambda args: "no GPU here")
+    listed = [SimpleNamespace(name="bfloat16 [16384, 4096]")]  # the list of cases is made up, too
+    monkeypatch.setattr(bench, "_listed_cases", lambda record: listed)
     evidence.write(tmp_path / "results/h200/rms_norm.json", record())
     return tmp_path
 
@@ -194,6 +196,44 @@ def test_check_without_a_gpu_tells_stale_and_missing(committed, monkeypatch, cap
     (committed / "results/h200/rms_norm.json").unlink()
     assert check(committed) == 1
     assert capsys.readouterr().out.startswith("missing: rms_norm")
+
+
+def test_check_tells_what_the_evidence_says_against_itself(committed, capsys):
+    from making_evidence import record, row
+
+    def says(**changed) -> str:
+        evidence.write(committed / "results/h200/rms_norm.json", record(**changed))
+        assert check(committed) == 1
+        return capsys.readouterr().out
+
+    assert says(rows=[]).startswith("missing: rms_norm, bfloat16 [16384, 4096]: in the list of cases")
+    assert says(gpu_tests="failed").startswith("wrong: rms_norm: the GPU tests of its sources failed")
+    wrong = {**row("bfloat16 [16384, 4096]"), "wrong": {"prequal": "1 of 8 values"}}
+    assert says(rows=[wrong]).startswith("wrong: rms_norm, bfloat16 [16384, 4096]: 1 of 8 values")
+
+
+def test_the_cases_of_a_record_are_those_of_its_list():
+    full, quick = (
+        [case.name for case in bench._listed_cases({"basename": "rope", "shapes": tier})] for tier in ("full", "quick")
+    )
+    assert set(quick) < set(full)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--json", "{}"], "--json: expected a file in a folder that exists, got {}"),
+        (["--budget", "nan"], "--budget: expected at least 0 seconds, got nan"),
+        (["--budget", "-5"], "--budget: expected at least 0 seconds, got -5.0"),
+        (["--from", "{}", "--out", "{}"], "--out: expected none beside --from"),
+        (["--from", "{}"], "--from: expected evidence of rms_norm, got none in {}"),
+    ],
+)
+def test_what_cannot_be_done_is_told_before_anything_is_measured(words, says, tmp_path, capsys):
+    assert run("--ops", "rms_norm", *(word.format(tmp_path) for word in words)) == 2
+    said = capsys.readouterr()
+    assert says.format(tmp_path) in said.err
+    assert "[1/" not in said.err
 
 
 def test_check_tells_what_regressed_since(committed, capsys):

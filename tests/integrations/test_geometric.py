@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import logging
 import pickle
+import sys
 import warnings
 
 import pytest
@@ -139,6 +141,33 @@ def test_edges_that_inference_mode_sorted_serve_training(device, name):
     with torch.inference_mode():
         layer(x, edge_index)
     assert_alike(everything(layer, x, edge_index), want)
+
+
+@pytest.mark.parametrize("name", ["GCN", "SAGE mean", "GIN"])
+def test_edges_that_were_made_in_inference_mode_are_never_kept(device, name):
+    layer = layer_of(name, device)
+    other = copy.deepcopy(layer)
+    prequal.patch_geometric(layer)
+    with torch.inference_mode():
+        x, edge_index = graph(device)
+        layer(x, edge_index)
+        edge_index.copy_(edge_index.flip(1).roll(1, 0))
+        torch.testing.assert_close(layer(x, edge_index), other(x, edge_index), rtol=1e-4, atol=1e-5)
+
+
+def test_plans_and_norms_are_kept_by_any_number_of_threads(device):
+    layer = layer_of("GCN", device)
+    prequal.patch_geometric(layer)
+    x, first = graph(device)
+    edges = [first.roll(i, 1) for i in range(24)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            for done in [pool.submit(layer, x, edges[i % 24]) for i in range(600)]:
+                done.result()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_copies_and_pickles_are_patched_and_a_state_dict_is_as_before(device):

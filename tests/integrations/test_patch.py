@@ -336,6 +336,45 @@ def test_the_gate_is_overwritten_where_nobody_else_has_it(family):
         assert torch.equal(kept[0], nn.functional.linear(x, mlp.gate_proj.weight))
 
 
+def test_the_gate_is_not_overwritten_under_a_mode_or_another_forward_of_linear_layers(monkeypatch):
+    model = make()
+    quietly(model)
+
+    class Functions(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    class Dispatches(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    for mode in (Functions, Dispatches):
+        prequal.reset_stats()
+        with mode():
+            logits(model)
+        assert calls().get("swiglu_") is None
+    kept = []
+    plain = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: kept.append(plain(self, x)) or kept[-1])
+    prequal.reset_stats()
+    logits(model)
+    assert calls().get("swiglu_") is None
+
+
+def test_a_norm_with_a_call_of_its_own_is_called():
+    model = make()
+    norm = model.model.layers[0].post_attention_layernorm
+
+    class Shifted(type(norm)):
+        def __call__(self, x):
+            return super().__call__(x) + 1
+
+    norm.__class__ = Shifted
+    before = logits(model)
+    quietly(model)
+    torch.testing.assert_close(logits(model), before)
+
+
 def test_a_gated_op_that_is_switched_off_is_off_in_place_too():
     model = make()
     quietly(model)
@@ -386,8 +425,9 @@ def peak_bytes(layer, rows: int) -> int:
     return peak.most
 
 
-def test_the_peak_of_a_layer_is_gate_and_up_with_the_stream_and_its_norm():
+def test_the_peak_of_a_layer_is_gate_and_up_with_the_stream_and_its_norm(monkeypatch):
     """Llama-3-8B's proportions, I = 3.5 H. What is left cannot go: up is made of the norm while the gate waits."""
+    monkeypatch.setattr(forwards, "_is_watched", lambda: False)  # the mode that counts keeps nothing
     layer, rows = make(intermediate_size=224).model.layers[0], 32
     narrow, wide = rows * 64 * 4, rows * 224 * 4
     assert peak_bytes(layer, rows) == 3 * wide + 2 * narrow

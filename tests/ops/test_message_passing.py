@@ -639,3 +639,13 @@ def test_edges_past_two_to_the_31_are_reached(cuda, longest):
     assert (most[-1] == 3).all()
     assert torch.equal(arg[:, 0], row_ptr[:-1])
     assert prequal.stats()["message_passing_csr"][str(cuda)] == {"fast": 2, "reference": {}}
+
+
+def test_a_plan_is_of_no_transform_and_its_numbers_of_nodes_cannot_be_changed(device):
+    edges = torch.tensor([[0, 1, 2], [1, 2, 0]], device=device)
+    with pytest.raises(TypeError, match=r"edge_index: expected a tensor of no torch\.func transform, got one"):
+        torch.vmap(lambda e: prequal.GraphPlan(e, 3).row_ptr)(edges.expand(2, 2, 3))
+    plan = prequal.GraphPlan(edges, 3)
+    for name in ("num_nodes", "num_sources"):
+        with pytest.raises(AttributeError):
+            setattr(plan, name, 9)

@@ -239,11 +239,13 @@ def test_transforms_believe_the_norms_as_a_call_does(device, metric, rerank):
     alike(torch.vmap(of_one)(x), call(x, y))
     want = torch.autograd.grad(call(x, y)[0].square().sum(), (x, y))
     outside = torch.autograd.grad(torch.vmap(lambda x: call(x[None], y)[0])(x).square().sum(), (x, y))
-    along = torch.func.jvp(lambda q: call(q, rows)[0].square().sum(), (q,), (torch.ones_like(q),))[1]
+    # linear in the scores, whose own roundings (l2: of squared norms) are others by another road
+    along = torch.func.jvp(lambda q: call(q, rows)[0].sum(), (q,), (torch.ones_like(q),))[1]
+    ascent = torch.autograd.grad(call(x, y)[0].sum(), x)[0].sum()
     for a, b, c in zip(found, want, outside, strict=True):
         torch.testing.assert_close(a, b)
         torch.testing.assert_close(c, b)
-    torch.testing.assert_close(along, want[0].sum())
+    torch.testing.assert_close(along, ascent)
 
 
 @pytest.mark.parametrize("rerank", [0, 4])
@@ -488,3 +490,49 @@ def test_one_pass_and_tiles_are_as_good(cuda, queries, corpus, metric):
 
 if __name__ == "__main__":
     as_rank(int(sys.argv[1]), sys.argv[2], [int(size) for size in sys.argv[3:]])
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("rerank", [0, 5])
+def test_scores_are_the_same_in_the_same_order_where_a_gradient_is_needed(device, metric, rerank):
+    q, rows = (normals(n, 64, torch.float32, device, seed) + 50 for n, seed in ((9, 0), (300, 1)))
+    want = prequal.cosine_topk(q, rows, 12, metric=metric, rerank=rerank)
+    got = prequal.cosine_topk(q.requires_grad_(), rows, 12, metric=metric, rerank=rerank)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert got[0].diff(dim=1).le(0).all()
+
+
+def test_a_norm_that_float32_cannot_hold_is_zero_to_the_exact_scores_too(device):
+    q, rows = torch.full((1, 4), 1e-41, device=device), torch.ones(5, 4, device=device)
+    assert prequal.cosine_topk(q, rows, 3, rerank=2)[0].eq(0).all()
+
+
+def test_the_metric_of_an_index_cannot_be_changed(device):
+    index = prequal.CorpusIndex(normals(9, 8, torch.float32, device))
+    with pytest.raises(AttributeError):
+        index.metric = "l2"
+
+
+def test_a_group_that_is_none_is_an_error(device):
+    x = normals(9, 8, torch.float32, device)
+    with pytest.raises(TypeError, match=r"process_group: expected a torch\.distributed\.ProcessGroup, got int"):
+        prequal.cosine_topk(x, x, 2, process_group=3)
+    with pytest.raises(TypeError, match=r"process_group: expected a torch\.distributed\.ProcessGroup, got str"):
+        prequal.CorpusIndex(x).topk(x, 2, process_group="world")
+
+
+def test_autocast_does_not_reach_what_transforms_are_taken_of(device):
+    q, rows = (normals(n, 300, torch.float32, device, seed) for n, seed in ((3, 0), (20, 1)))
+
+    def scores(q):
+        return prequal.cosine_topk(q, rows, 5)[0]
+
+    def distances(q):
+        return prequal.pairwise_distance(q, rows)
+
+    for call in (scores, distances):
+        want = call(q), torch.func.grad(lambda q: call(q).sum())(q)  # noqa: B023
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            got = torch.vmap(lambda x: call(x[None])[0])(q), torch.func.grad(lambda q: call(q).sum())(q)  # noqa: B023
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

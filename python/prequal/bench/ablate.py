@@ -1,7 +1,8 @@
 """Leave one out: a workload with every fast path on, then with each op off in turn, in interleaved rounds.
 
-Every round runs every variant once, and starts with another one than the last, so that drift falls on all alike. What
-counts is the difference within a round. The interval is that of the median difference, from the order statistics: it
+Every round runs every variant once. Of two rounds the second goes backwards, and the next two start with another
+variant: a steady drift adds to a difference in one round what it takes from it in the other. What counts is the
+difference within a round. The interval is that of the median difference, from the order statistics: it
 assumes nothing of the distribution. All candidates together are wrong with at most the stated probability.
 """
 
@@ -211,18 +212,23 @@ def ablate(
     Args:
         workload: called without arguments; one call is one iteration. It must do the same work every time.
         ops: candidates; default: every op whose fast path served a call in one iteration.
-        rounds: each runs every variant once; an interval needs `rounds_needed`.
+        rounds: each runs every variant once, every second one backwards; an interval needs `rounds_needed`.
         iterations: timed together, for workloads of well under a millisecond.
         progress: told after every round.
 
     Raises:
         NotMeasurable (a ValueError): no fast path served (NothingServed), or fewer rounds than an interval needs.
+        TypeError: ops is a text.
         Whatever the workload raises.
     """
+    if isinstance(ops, str):
+        raise TypeError("ops: expected names of ops in a list, got a text")
     bench = bench or ThisProcess()
     workload()
     served = bench.fast_calls(workload)
-    candidates = [op for op in (served if ops is None else ops) if served.get(op)]
+    candidates = [op for op in dict.fromkeys(served if ops is None else ops) if served.get(op)]
+    if idle := [op for op in dict.fromkeys(ops or ()) if not served.get(op)]:
+        progress(f"left out, since their fast path serves no call of this workload: {', '.join(idle)}")
     if not candidates:
         raise NothingServed("no fast path served a call of this workload: `prequal doctor` and prequal.stats() say why")
     least = rounds_needed(len(candidates))
@@ -237,9 +243,10 @@ def ablate(
     done, complete = 0, True
     try:
         for number in range(rounds):
-            turn = number % len(variants)
+            turn = number // 2 % len(variants)
+            order = variants[turn:] + variants[:turn]
             this_round = {}
-            for variant in variants[turn:] + variants[:turn]:
+            for variant in reversed(order) if number % 2 else order:
                 with bench.without(variant):
                     workload()  # verdicts are forgotten at a switch, and caches hold another variant's data
                     this_round[variant] = 1e3 * bench.seconds(workload, iterations) / iterations

@@ -137,6 +137,23 @@ def committed(
     return records, found
 
 
+def wanting(record: Mapping[str, Any], listed: Iterable[str]) -> list[Finding]:
+    """What a record says against itself: cases of its list that it does not have, answers that were wrong, tests that
+    failed."""
+    name, rows = record["basename"], {row["case"]: row for row in record["rows"]}
+    found = [
+        Finding("missing", f"{name}, {case}", "in the list of cases, not in the committed evidence")
+        for case in dict.fromkeys(listed)
+        if case not in rows
+    ]
+    for case, row in rows.items():
+        if why := row.get("wrong", {}).get("prequal") or row.get("failed", {}).get("prequal"):
+            found.append(Finding("wrong", f"{name}, {case}", why))
+    if record["gpu_tests"] == "failed":
+        found.append(Finding("wrong", name, "the GPU tests of its sources failed"))
+    return found
+
+
 def compared(old: Mapping[str, Any], new: Mapping[str, Any], complete: bool = True) -> list[Finding]:
     """What moved between two records of one basename on one GPU: our own times, beyond both interquartile ranges.
 

@@ -148,15 +148,24 @@ def verify_replacement(
     Args:
         fn_reference, fn_fast: called with args, twice each; the second call is looked at.
         gone: what the fast call must not do any more: ops by name ("aten::gelu"), kernels by a part of their name. Ops
-            inside a torch.compile'd function are not dispatched, and so not seen: name kernels there.
+            inside a torch.compile'd function are not dispatched, and so not seen: name kernels there. Nor are those of
+            other threads that the call starts, as torch.nn.DataParallel does.
         observer: instead of PyTorch's profiler.
 
     Raises:
         ReplacementError: something that should be gone is still there, or was not there before; `.report` is the whole.
-        TypeError: gone is a text.
+        TypeError: gone is a text or holds what is none; args is a tensor.
+        RuntimeError: PyTorch's profiler is on already: it would lose what it has seen.
     """
-    if isinstance(gone, str):
-        raise TypeError("gone: expected names of ops or kernels in a list, got a text")
+    if isinstance(gone, str | bytes) or not isinstance(gone, Iterable):
+        raise TypeError(f"gone: expected names of ops or kernels in a list, got {type(gone).__name__}")
+    gone = list(gone)
+    if odd := [name for name in gone if not isinstance(name, str)]:
+        raise TypeError(f"gone: expected names of ops or kernels, got {type(odd[0]).__name__} among them")
+    if isinstance(args, torch.Tensor):
+        raise TypeError("args: expected a tuple of arguments, got a tensor: (x,) for one")
+    if observer is observe and torch.autograd._profiler_enabled():
+        raise RuntimeError("verify_replacement: expected no profiler that is on, since it starts its own; got one")
     report = Replacement(
         observer(lambda: fn_reference(*args)), observer(lambda: fn_fast(*args)), tuple(dict.fromkeys(gone))
     )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ._progress import InputError, note
+from .bench import check_file, check_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +42,9 @@ def run(args: argparse.Namespace) -> int:
             raise InputError("--iterations", "at least 1", str(args.iterations))
         if args.chart is not None and importlib.util.find_spec("matplotlib") is None:
             raise InputError("--chart", "matplotlib (pip install 'prequal[bench]')", "a Python without it")
+        check_file("--json", args.json)
+        if args.chart is not None:
+            check_folder("--chart", args.chart)
         ops = None if args.ops is None else [find(word.strip()).name for word in args.ops.split(",") if word.strip()]
         workload = read_workload(args.workload)
     except (InputError, UnknownOpError) as error:
@@ -60,8 +64,10 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         note("prequal ablate: interrupted before there were rounds enough for an interval")
         return 130
-    except Exception:
+    except (Exception, SystemExit) as error:  # a script that ends the process has no report either
         traceback.print_exc()
+        if isinstance(error, SystemExit):
+            note("prequal ablate: the workload ended the process (SystemExit)")
         return 3
     if args.json == "-":
         print(json.dumps(report.data(), indent=1))
@@ -89,6 +95,8 @@ def read_workload(source: str) -> Callable[[], Any]:
             if spec is None or spec.loader is None:
                 raise ImportError(f"{place} is no Python file")
             module = importlib.util.module_from_spec(spec)
+            sys.path.insert(0, str(Path(place).resolve().parent))  # as `python FILE.py` has it, for what lies beside
+            sys.modules[spec.name] = module  # dataclasses, for one, look there
             spec.loader.exec_module(module)
         else:
             if os.getcwd() not in sys.path:

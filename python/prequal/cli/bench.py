@@ -35,7 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu-tests", choices=TESTS, default="not run", help="what the GPU tests of these sources said"
     )
     parser.add_argument("--budget", metavar="S", type=float, help="start no new case after S seconds")
-    parser.add_argument("--runs", metavar="N", type=int, help="runs a case; evidence wants the default of 100")
+    parser.add_argument(
+        "--runs",
+        metavar="N",
+        type=int,
+        help="runs a case, in five rounds of as many; evidence wants the default of 100",
+    )
     parser.add_argument(
         "--no-compile", action="store_true", help="leave torch.compile out: its autotuning takes minutes"
     )
@@ -68,11 +73,14 @@ def run(args: argparse.Namespace) -> int:
         for argument in ("runs", "jobs"):
             if (number := getattr(args, argument)) is not None and number < 1:
                 raise InputError(f"--{argument}", "at least 1", str(number))
+        if args.budget is not None and not args.budget >= 0:
+            raise InputError("--budget", "at least 0 seconds", str(args.budget))
+        if args.source is not None and args.out is not None:
+            raise InputError("--out", "none beside --from, which measures nothing", args.out)
         for name in ("out", "charts"):
             if (folder := getattr(args, name)) is not None:
-                _check_folder(f"--{name}", folder)
-        if args.json not in (None, "-") and not os.path.isdir(os.path.dirname(os.path.realpath(args.json))):
-            raise InputError("--json", "a file in a folder that exists", args.json)
+                check_folder(f"--{name}", folder)
+        check_file("--json", args.json)
         if args.charts is not None and importlib.util.find_spec("matplotlib") is None:
             raise InputError("--charts", "matplotlib (pip install 'prequal[bench]')", "a Python without it")
         if args.check and not Path(args.results).is_dir():
@@ -93,7 +101,16 @@ def _listed(text: str | None) -> list[str] | None:
     return found
 
 
-def _check_folder(argument: str, path: str) -> None:
+def check_file(argument: str, path: str | None) -> None:
+    """As check_folder; None and - are none."""
+    if path in (None, "-"):
+        return
+    assert path is not None
+    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(os.path.realpath(path))):
+        raise InputError(argument, "a file in a folder that exists", path)
+
+
+def check_folder(argument: str, path: str) -> None:
     """Before minutes of measuring, not after them."""
     try:
         os.makedirs(path, exist_ok=True)
@@ -123,6 +140,8 @@ class Session:
             for record in _read(Path(self.args.source)):
                 if record["basename"] in self.basenames:
                     self.records[record["basename"]] = record
+            if not self.records:
+                raise InputError("--from", f"evidence of {', '.join(self.basenames)}", f"none in {self.args.source}")
         elif not (self.args.check and self._device is None and _no_gpu(self.args)):
             code = self._measure()
         self._write(evidence)
@@ -268,6 +287,9 @@ class Session:
         for folder in folders:
             old, said = evidence.committed(folder, _digests(), self.basenames)
             found += said
+            for record in old.values():
+                listed = [case.name for case in _listed_cases(record)]
+                found += evidence.wanting(record, listed)
             for name, record in old.items():
                 if (new := self.records.get(name)) is not None:
                     everything = (
@@ -281,6 +303,13 @@ class Session:
         bad = sum(finding.is_bad for finding in found)
         print(f"{bad} to see to" if bad else "the committed evidence holds")
         return 1 if bad else 0
+
+
+def _listed_cases(record: dict[str, Any]) -> list[Any]:
+    """What a run for this record is asked for."""
+    from prequal.bench import cases as lists
+
+    return list(lists.cases_of(lists.chosen_ops([record["basename"]]), record.get("shapes", "quick")))
 
 
 def _digests() -> dict[str, str]:

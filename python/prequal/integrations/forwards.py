@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as _module
+from torch.utils._device import DeviceContext
 
 import prequal
 from prequal import runtime_state as state
@@ -45,6 +46,9 @@ def detoured(op: str, x: Tensor, need: str) -> None:
     """
     if not torch.compiler.is_compiling():
         OPS[op].count_fallback((x,), unsupported(need), f"prequal.patch needs {NEEDS[need]}")
+
+
+_forward_of_linear = nn.Linear.forward
 
 
 def is_bare(module: nn.Module) -> bool:
@@ -166,16 +170,24 @@ def gated(kind: str, known: type[nn.Module], exact_rounding: bool) -> Forward:
 def _is_nobodys(projection: nn.Module, gate: Tensor, up: Tensor) -> bool:
     """Whether the gate may be overwritten: nobody else has it. It is a third of a decoder layer's peak memory.
 
-    What a plain linear layer returns is new; a hook may have kept it, autograd may need it. torch.compile plans its
-    memory by itself.
+    What a plain linear layer returns is new; a hook or a mode may have kept it, or who has put another forward into
+    nn.Linear, and autograd may need it. torch.compile plans its memory by itself.
     """
     return (
-        type(projection) is nn.Linear
+        not torch.compiler.is_compiling()
+        and type(projection) is nn.Linear
+        and nn.Linear.forward is _forward_of_linear
         and is_bare(projection)
+        and not _is_watched()
         and not (gate.requires_grad or up.requires_grad)
-        and not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None
     )
+
+
+def _is_watched() -> bool:
+    """Whether a mode sees what calls return, and may keep it. That of torch.set_default_device keeps nothing."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return bool(torch._C._len_torch_dispatch_stack()) or any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
 def rotary(original: Forward, exact_rounding: bool) -> Forward:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextvars
 import logging
 import sys
+import threading
 from collections import OrderedDict
 from typing import Any
 
@@ -45,6 +46,7 @@ _told: set[tuple[str, str]] = set()
 _most_kept = 8
 # the edges, their key, what was made of them, and their memory, whose address the key names
 _norms: OrderedDict[tuple[Any, ...], tuple[Tensor, Any, tuple[Tensor, Tensor], Tensor]] = OrderedDict()
+_norms_lock = threading.Lock()
 _given: contextvars.ContextVar[tuple[Tensor, Tensor] | None] = contextvars.ContextVar("_given", default=None)
 
 
@@ -126,7 +128,9 @@ def _patched_class(cls: Any) -> type:
             return cls.propagate(self, edge_index, size=size, **named)
         source, target = x if isinstance(x, tuple) else (x, x)
         targets = size[1] if target is None else target.shape[0]
-        plan = GraphPlan.cached(edge_index, int(targets), int(source.shape[0]))
+        # of an inference tensor nobody can tell whether it has been written to
+        plan_of = GraphPlan if edge_index.is_inference() else GraphPlan.cached
+        plan = plan_of(edge_index, int(targets), int(source.shape[0]))
         reduce = AGGREGATIONS[type(self.aggr_module).__name__]
         return message_passing(source, plan, edge_weight=edge_weight, reduce=reduce)
 
@@ -173,15 +177,18 @@ def _forward_of_gcn(cls: Any) -> Any:
 def _normalised(cls: Any, module: Any, edge_index: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     how = (x.shape[0], module.improved, module.add_self_loops, module.flow, x.dtype)
     place, now = (id(edge_index), *how), _key_of(edge_index)
-    found = _norms.get(place)
+    with _norms_lock:
+        found = _norms.get(place)
     if found is None or found[0] is not edge_index or found[1] != now:
         gcn_norm = sys.modules[cls.__module__].gcn_norm  # type: ignore[attr-defined]
         with torch.inference_mode(False):
-            found = _norms[place] = (edge_index, now, gcn_norm(edge_index, None, *how), edge_index.detach())
+            found = (edge_index, now, gcn_norm(edge_index, None, *how), edge_index.detach())
         watch(edge_index)
-    _norms.move_to_end(place)
-    while len(_norms) > _most_kept:
-        _norms.popitem(last=False)
+    with _norms_lock:
+        _norms[place] = found
+        _norms.move_to_end(place)
+        while len(_norms) > _most_kept:
+            _norms.popitem(last=False)
     return found[2]
 
 
@@ -215,7 +222,8 @@ def patch_geometric(model: nn.Module, *, verbose: bool = False) -> PatchReport:
     In place, and reversible with `unpatch_geometric`. Weights, names, hooks and `state_dict` stay; copies and pickles
     are patched. Aggregations sum, mean, max, min, and softmax with t = 1 that does not learn. The edges are sorted at
     the first call with an edge_index tensor, which waits for the device, and kept for the last 8 of them until they are
-    written; so are the normalised edges of a GCNConv that is called without edge_weight. A call that is not covered
+    written (a write through `.data` or by another library is not seen; of edges made in inference mode nothing is kept);
+    so are the normalised edges of a GCNConv that is called without edge_weight. A call that is not covered
     (SparseTensor, EdgeIndex, another flow, hooks inside, torch.compile) is answered by the layer as before, and its
     reason is logged once.
 

@@ -125,6 +125,8 @@ def norm_form(cls: type) -> NormForm:
     Raises:
         Unrecognised: its forward is another one.
     """
+    if inspect.getattr_static(cls, "__call__", None) is not torch.nn.Module.__call__:
+        raise Unrecognised("it has a __call__ of its own, which a fused op would pass by")
     function = innermost(_forward_of(cls))
     return _norm_form(function, innermost(getattr(cls, "_norm", function)))
 
@@ -281,8 +283,9 @@ def rewritten(cls: type, steps: Steps, helpers: Mapping[str, Any]) -> Function:
         raise Unrecognised("its forward has changed")
     # Line numbers of the original file: a traceback shows the statement that was there.
     ast.increment_lineno(node, function.__code__.co_firstlineno - 1)
-    # The helpers come in as cells of a closure. The globals must stay the module's own: who changes a name there later
-    # means this forward too, torch.compile looks names up by the module's name, and nobody else's module is touched.
+    # The helpers come in as cells of a closure. The globals must stay the module's own: who changes a name there later,
+    # other than a helper's, means this forward too, torch.compile looks names up by the module's name, and nobody
+    # else's module is touched.
     maker = ast.parse(f"def make({', '.join(helpers)}):\n    pass\n    return {node.name}")
     outer = maker.body[0]
     assert isinstance(outer, ast.FunctionDef)

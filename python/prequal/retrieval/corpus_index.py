@@ -15,7 +15,7 @@ from prequal.ops.topk_rows import is_metric
 from prequal.point_index import _key_of, _moved
 from prequal.runtime.parameter_cache import watch
 
-from .topk import answer, check_call
+from .topk import answer, check_call, check_group
 from .walk import terms_of_rows
 
 
@@ -45,8 +45,12 @@ class CorpusIndex:
 
     def __init__(self, corpus: Tensor, *, metric: str = "cosine") -> None:
         self.corpus = corpus
-        self.metric = metric
+        self._metric = metric
         self.rebuild()
+
+    @property
+    def metric(self) -> str:
+        return self._metric
 
     def rebuild(self) -> None:
         """Read the corpus as it is now, on the current stream."""
@@ -92,6 +96,7 @@ class CorpusIndex:
         """
         self.check()
         check_call(queries, self.corpus, k, None, self.metric, rerank, first_index, max_workspace_bytes)
+        check_group(process_group)
         how = (rerank, process_group, first_index, max_workspace_bytes)
         return answer(queries, self.corpus, k, self.metric, None, self._terms, *how)
 

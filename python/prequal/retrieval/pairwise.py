@@ -19,7 +19,7 @@ from prequal.ops.pairwise_distance import (
     pull_of_all,
     starts_of,
 )
-from prequal.registry import is_transformed, without_autocast
+from prequal.registry import is_transformed, out_of_autocast, without_autocast
 
 # From here on p = 2 is a matrix product. The direct form takes three operations of fp32 a coordinate and pair, a
 # product one; where that outweighs the pass over the products that follows it was reasoned, not measured.
@@ -86,10 +86,11 @@ def centred(a: Tensor, b: Tensor, squared: bool) -> Tensor:
 
 def plain_centred(a: Tensor, b: Tensor, squared: bool) -> Tensor:
     """As one formula: what torch's transforms are taken of."""
-    wide, centre = wide_of(a), centre_of(b)
+    wide = out_of_autocast(wide_of(a), a.device)
+    centre = centre_of(b).to(wide)
     x, y = a.to(wide) - centre, b.to(wide) - centre
     squares = x.square().sum(1).unsqueeze(1) + y.square().sum(1) - 2 * (x @ y.t())
-    return norms_of(squares.clamp(min=0), 2.0, squared)
+    return norms_of(squares.clamp(min=0), 2.0, squared).to(wide_of(a))
 
 
 class Centred(torch.autograd.Function):

@@ -58,7 +58,8 @@ def cosine_topk(
             k rows, -inf and -1 come last.
 
     A vector of zeros (or of a norm below the smallest normal number) has a cosine of 0 with everything. A cosine may
-    pass 1 by a rounding. NaN counts as larger than infinity.
+    pass 1 by a rounding. NaN counts as larger than infinity. Norms and products are sums in float32 that are not
+    scaled: what is said below holds for vectors whose norms, and the products of two of them, are from 1e-19 to 1e19.
 
     Scores are inner products summed in float32 (by cuBLAS, as torch's settings have it: of float32 with TF32 where that
     is on), and a step or two more, each rounded. With u = 2^-23, which allows for sums that are cut off rather than
@@ -68,19 +69,20 @@ def cosine_topk(
     scores, of every row whose exact score is above that of the last candidate by two such bounds; the scores returned
     are then right to a rounding of float32.
 
-    Where a gradient is needed, the scores of the k rows are computed once more, in float32 from the vectors and without
-    corpus_norms, which takes Q k D elements; the choice itself has no gradient. Not with a process_group. Under
-    torch.func's transforms all scores are in memory at once.
+    Where a gradient is needed, it is that of the scores of the k rows computed once more, in float32 from the vectors
+    and without corpus_norms, which takes Q k D elements; the scores themselves, and the choice, are those without a
+    gradient. Not with a process_group. Under torch.func's transforms all scores are in memory at once.
 
     Raises:
         TypeError: queries or corpus is no such tensor, corpus of another dtype, norms of another; k, rerank or
-            max_workspace_bytes is no int; metric is no str.
+            max_workspace_bytes is no int; metric is no str; process_group is none.
         ValueError: shapes that do not fit; a number out of range; another metric; two devices; a gradient or a
             transform of torch.func beside a process_group.
 
     Source: Johnson, Douze and Jegou, Billion-scale similarity search with GPUs, 2017.
     """
     check_call(queries, corpus, k, corpus_norms, metric, rerank, first_index, max_workspace_bytes)
+    check_group(process_group)
     return answer(
         queries, corpus, k, metric, corpus_norms, None, rerank, process_group, first_index, max_workspace_bytes
     )
@@ -110,6 +112,11 @@ def check_call(queries, corpus, k, norms, metric, rerank, first_index, workspace
         c.in_range("max_workspace_bytes", workspace, 1, 2**62)
 
 
+def check_group(group: Any) -> None:
+    if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(f"process_group: expected a torch.distributed.ProcessGroup, got {type(group).__name__}")
+
+
 def answer(queries, corpus, k, metric, norms, terms, rerank, group, first_index, workspace):
     """Of a right call. terms: [C], what the metric asks of each row of the corpus, where it is known."""
     compiling = torch.compiler.is_dynamo_compiling()
@@ -133,8 +140,13 @@ def answer(queries, corpus, k, metric, norms, terms, rerank, group, first_index,
             scores, idx = of_all_ranks(scores, idx, k, group)
     if wanted:
         local = torch.where(idx < 0, -1, idx - first_index)
-        scores = rescored(queries, corpus, local, metric, wide_of(queries))
+        scores = with_gradient_of(rescored(queries, corpus, local, metric, wide_of(queries)), scores)
     return scores, idx
+
+
+def with_gradient_of(again: Tensor, scores: Tensor) -> Tensor:
+    """The scores as they are, in their order, with the gradient of others; what is not finite has none."""
+    return scores + torch.where(again.isfinite(), again - again.detach(), 0.0)
 
 
 def requires_grad(x: Tensor) -> bool:

@@ -9,7 +9,7 @@ from prequal.ops import row_norms, topk_products, topk_rows_
 from prequal.ops._rows import wide_of
 from prequal.ops.row_norms import inverse_of
 from prequal.ops.topk_rows import best_of, nothing_yet, scores_of
-from prequal.registry import without_autocast
+from prequal.registry import out_of_autocast, without_autocast
 
 from .chunks import default_workspace, in_one_pass, parts, tile_sizes
 
@@ -143,8 +143,9 @@ def rescored(queries: Tensor, corpus: Tensor, idx: Tensor, metric: str, dtype: t
     else:
         scores = (picked * q.unsqueeze(1)).sum(2)
         if metric == "cosine":
-            of_rows = torch.linalg.vector_norm(picked, dim=2)
-            scores = scores * inverse_of(of_rows) * inverse_of(torch.linalg.vector_norm(q, dim=1)).unsqueeze(1)
+            tiny = torch.finfo(wide_of(queries)).tiny  # of the search, whatever the dtype here
+            for norms in (torch.linalg.vector_norm(picked, dim=2), torch.linalg.vector_norm(q, dim=1).unsqueeze(1)):
+                scores = scores * torch.where(norms < tiny, 0.0, 1.0 / norms.clamp(min=tiny))
     return torch.where(idx < 0, -torch.inf, scores)
 
 
@@ -183,12 +184,12 @@ def plain_formula(
 ) -> tuple[Tensor, Tensor]:
     """What `searched` answers, from all scores at once: what torch's transforms are taken of."""
     wide = wide_of(queries)
-    q, rows = queries.to(wide), corpus.to(wide)
+    inner = out_of_autocast(wide, queries.device)
+    q, rows = queries.to(inner), corpus.to(inner)
     of_rows = terms_of(torch.linalg.vector_norm(q, dim=1), metric)
     if terms is None:
         terms = terms_of(torch.linalg.vector_norm(rows, dim=1) if norms is None else norms, metric)
-    with without_autocast(queries.device):
-        scores = scores_of(q @ rows.t(), of_rows, terms, metric)
+    scores = scores_of(q @ rows.t(), of_rows, terms, metric).to(wide)
     idx = torch.arange(first_index, first_index + corpus.shape[0], device=queries.device).expand(scores.shape)
     best, empty = nothing_yet(queries.shape[0], k + rerank, wide, queries.device)
     scores, idx = best_of(torch.cat((scores, best), 1), torch.cat((idx, empty), 1), k + rerank)
