@@ -222,10 +222,10 @@ def patch_geometric(model: nn.Module, *, verbose: bool = False) -> PatchReport:
     In place, and reversible with `unpatch_geometric`. Weights, names, hooks and `state_dict` stay; copies and pickles
     are patched. Aggregations sum, mean, max, min, and softmax with t = 1 that does not learn. The edges are sorted at
     the first call with an edge_index tensor, which waits for the device, and kept for the last 8 of them until they are
-    written (a write through `.data` or by another library is not seen; of edges made in inference mode nothing is kept);
-    so are the normalised edges of a GCNConv that is called without edge_weight. A call that is not covered
-    (SparseTensor, EdgeIndex, another flow, hooks inside, torch.compile) is answered by the layer as before, and its
-    reason is logged once.
+    written (a write through `.data` or by another library is not seen; edges made in inference mode are never kept); so
+    are the normalised edges of a GCNConv that is called without edge_weight. A call that is not covered (SparseTensor,
+    EdgeIndex, another flow, hooks inside, torch.compile) is answered by the layer as before, and its reason is logged
+    once.
 
     Results are those of the layer but for the order and width of sums: float32 also for halves. The gradient of max and
     min goes to the first of equal messages; torch_geometric shares it out.
