@@ -39,6 +39,20 @@ def test_every_chart_is_a_png_and_an_svg(tmp_path):
             assert ElementTree.parse(path).getroot().tag.endswith("svg")
 
 
+def test_time_grows_over_declared_bytes_where_no_series_is_named():
+    def sized(case: str, us: float, size: int, op: str = "rms_norm"):
+        return row(case, us, torch_eager=2 * us) | {"bytes": size, "op": op}
+
+    rows = [sized("a", 3.0, 1 << 20), sized("b", 70.0, 1 << 28), sized("c", 90.0, 1 << 28, "rms_norm_backward")]
+    (axes,) = charts.growth(record(rows)).axes
+    assert axes.get_xlabel() == "bytes that a call cannot do without"
+    told = {text.get_text() for legend in axes.figure.legends for text in legend.get_texts()}
+    assert told == {"prequal", "torch eager", "these bytes at the rate of a copy"}  # the gradient has one size only
+    floor = next(line for line in axes.get_lines() if line.get_label().startswith("these bytes"))
+    assert floor.get_ydata()[1] == pytest.approx((1 << 28) / 4.25e6)
+    assert charts.growth(record(rows[1:])) is None
+
+
 def test_the_same_evidence_gives_the_same_bytes(tmp_path):
     first = charts.draw([record(ROWS)], tmp_path / "a")
     second = charts.draw([record(ROWS)], tmp_path / "b")

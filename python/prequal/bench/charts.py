@@ -270,19 +270,31 @@ def _ratios(axes: Any, rows: Sequence[tuple[str, Mapping[str, tuple[float, str]]
 
 
 def growth(record: Record) -> Any:
-    """Time against size, log-log, a line an implementation and series."""
+    """Time against size, log-log: a line an implementation and series. Where the list of cases names no series, points
+    over the bytes that each case declares, an op a series, beside what these take at the rate of a copy."""
     rows = [row for row in _rows(record) if row.get("series")]
+    by_bytes = not rows
+    if by_bytes:
+        rows = [
+            {**row, "series": str(row.get("op", record["basename"])), "size": row["bytes"]}
+            for row in _rows(record)
+            if row.get("bytes")
+        ]
     lines: dict[tuple[str, str], list[tuple[float, Mapping[str, float]]]] = {}
     for row in rows:
         for name, figures in row["by"].items():
             if "device_us" in figures:
                 lines.setdefault((row["series"], name), []).append((row["size"], figures["device_us"]))
+    if by_bytes:  # an op that was measured at one size says nothing of growth
+        lines = {key: points for key, points in lines.items() if len({size for size, _ in points}) > 1}
     if not any(len(points) > 1 for points in lines.values()):
         return None
     figure, axes = _figure(8, 5, f"{record['basename']}: time against size", _subtitle(record))
     styles = _style(_names(rows))
     many = len({series for series, _ in lines}) > 1
-    dashes = dict(zip(dict.fromkeys(series for series, _ in lines), ("-", "--", ":", "-."), strict=False))
+    looks = dict.fromkeys(series for series, _ in lines)
+    dashes = dict(zip(looks, ("-", "--", ":", "-."), strict=False))
+    fills = dict(zip(looks, ("full", "none", "left", "bottom", "right", "top"), strict=False))
     for (series, name), points in lines.items():
         points.sort(key=lambda point: point[0])
         colour, _, marker = styles[name]
@@ -294,18 +306,26 @@ def growth(record: Record) -> Any:
             yerr=errors,
             color=colour,
             marker=marker,
+            fillstyle=fills.get(series, "full") if by_bytes else "full",
             ms=6,
             lw=1.8,
-            ls=dashes.get(series, "-"),
+            ls="none" if by_bytes else dashes.get(series, "-"),
             capsize=3,
             label=f"{name}, {series}" if many else name,
         )
+    rate = record["ceilings"].get("copy_TB_s")
+    if by_bytes and rate:
+        ends = [f({x for points in lines.values() for x, _ in points}) for f in (min, max)]
+        axes.plot(
+            ends, [x / rate / 1e6 for x in ends], color=INK, lw=1, ls=":", label="these bytes at the rate of a copy"
+        )
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("size" if many else f"size ({next(iter(lines))[0]})", color=INK)
+    size = "bytes that a call cannot do without" if by_bytes else "size"
+    axes.set_xlabel(size if many or by_bytes else f"size ({next(iter(lines))[0]})", color=INK)
     axes.set_ylabel("device time, µs", color=INK)
     axes.grid(which="major", color=GRID, lw=0.6)
-    figure.legend(loc="outside lower left", fontsize=9, frameon=False, ncols=3)
+    figure.legend(loc="outside lower left", fontsize=9, frameon=False, ncols=2 if many else 3)
     return figure
 
 
