@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -243,8 +244,10 @@ def test_a_file_is_loaded_as_python_runs_it(workload, capsys):
         "@dataclass\nclass Size:\n    number: int = beside_it.NUMBER\n"
         "def step():\n    return Size()\n"
     )
-    assert main(["ablate", f"{workload}:step"]) == 1
+    named_like_another = workload.rename(workload.with_name("random.py"))
+    assert main(["ablate", f"{named_like_another}:step"]) == 1
     assert "no fast path served" in capsys.readouterr().err
+    assert sys.modules["random"] is random
 
 
 def test_a_workload_that_ends_the_process_is_told(workload, capsys):

@@ -91,7 +91,8 @@ def read_workload(source: str) -> Callable[[], Any]:
         raise InputError("MODULE:CALLABLE", "MODULE:CALLABLE or FILE.py:CALLABLE", source)
     try:
         if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            # a name that is nobody else's: the file may be called random.py
+            spec = importlib.util.spec_from_file_location(f"_workload_{Path(place).stem}", place)
             if spec is None or spec.loader is None:
                 raise ImportError(f"{place} is no Python file")
             module = importlib.util.module_from_spec(spec)
