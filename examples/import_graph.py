@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 import prequal
-from prequal.bench.program import add_device, device_named, fill_numbers, in_turns, who_answers
+from prequal.bench.program import a_file, add_device, device_named, fill_numbers, in_turns, who_answers
 
 STDLIB = "stdlib"
 QUICK = ("asyncio", "email", "http", "importlib", "json", "logging", "unittest", "urllib", "xml")
@@ -265,8 +265,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a few packages of the standard library, few runs")
     parser.add_argument("--rounds", type=int, default=None, help="5; 1 with --quick")
     parser.add_argument("--runs", type=int, default=None, help="of each variant, a round: 20; 2 with --quick")
-    parser.add_argument("--json", type=pathlib.Path, help="write all figures here")
-    parser.add_argument("--plot", type=pathlib.Path, help="write a PNG of ranks and map here")
+    parser.add_argument("--json", type=a_file, help="write all figures here")
+    parser.add_argument("--plot", type=a_file, help="write a PNG of ranks and map here")
     args = parser.parse_args(argv)
     default = ",".join(QUICK) if args.quick else f"{STDLIB},torch"
     args.packages = [name.strip() for name in (args.packages or default).split(",") if name.strip()]

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import prequal
 from prequal.bench.ablate import NotMeasurable, ablate
-from prequal.bench.program import add_device, device_named, in_turns, who_answers
+from prequal.bench.program import a_file, add_device, device_named, in_turns, who_answers
 
 try:
     import transformers
@@ -353,8 +353,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=20, help="of each variant, a round")
     parser.add_argument("--ablate-rounds", type=int, default=20)
     parser.add_argument("--iterations", type=int, default=10, help="timed together when an op is left out")
-    parser.add_argument("--json", type=pathlib.Path, help="write all figures here")
-    parser.add_argument("--plot", type=pathlib.Path, help="write a PNG of latency and peak memory here")
+    parser.add_argument("--json", type=a_file, help="write all figures here")
+    parser.add_argument("--plot", type=a_file, help="write a PNG of latency and peak memory here")
     args = parser.parse_args(argv)
     args.variants = [name.strip() for name in args.variants.split(",") if name.strip()]
     for name in args.variants:
@@ -367,10 +367,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
     if args.hidden % 8 or (args.hidden > 512 and args.hidden % 512):
         parser.error(f"--hidden: expected a multiple of 8, and of 512 where it is larger, got {args.hidden}")
-    for name in ("json", "plot"):  # before minutes of measuring, not after
-        path = getattr(args, name)
-        if path and not path.parent.is_dir():
-            parser.error(f"--{name}: expected a file in a folder that is there, got {str(path)!r}")
     args.ops = [name.strip() for name in args.ops.split(",")] if args.ops else None
     return args
 

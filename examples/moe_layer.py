@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import pathlib
 import platform
 import sys
 import time
@@ -33,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import prequal
-from prequal.bench.program import add_device, device_named, fill_numbers, in_turns, who_answers
+from prequal.bench.program import a_file, add_device, device_named, fill_numbers, in_turns, who_answers
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 VARIANTS = {"plain": "plain torch, by expert", "grouped": "torch, grouped products", "prequal": "prequal"}
@@ -290,7 +289,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny widths, few runs")
     parser.add_argument("--rounds", type=int, default=None, help="5; 2 with --quick")
     parser.add_argument("--runs", type=int, default=None, help="of each variant, a round: 20; 2 with --quick")
-    parser.add_argument("--json", type=pathlib.Path, help="write all figures here")
+    parser.add_argument("--json", type=a_file, help="write all figures here")
     args = parser.parse_args(argv)
     for option, known in (("shapes", [shape.name for shape in SHAPES]), ("variants", list(VARIANTS))):
         names = [name.strip() for name in getattr(args, option).split(",") if name.strip()]

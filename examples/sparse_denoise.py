@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 import prequal
 from prequal.bench.ablate import ablate, rounds_needed
-from prequal.bench.program import add_device, device_named, who_answers
+from prequal.bench.program import a_file, add_device, device_named, who_answers
 from prequal.bench.replacement import observe
 
 COUNTS = (3_664, 3_907, 5_413, 7_411, 9_791, 13_411, 16_903, 20_507, 24_007, 30_227)
@@ -613,8 +613,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         "--ablate", default=None, help="token counts to leave one out at; default: the least, and 13,411"
     )
     parser.add_argument("--ablate-rounds", type=int, default=rounds_needed(8))
-    parser.add_argument("--json", type=pathlib.Path, help="write all figures here")
-    parser.add_argument("--plot", type=pathlib.Path, help="write a PNG of latency and reduction here")
+    parser.add_argument("--json", type=a_file, help="write all figures here")
+    parser.add_argument("--plot", type=a_file, help="write a PNG of latency and reduction here")
     args = parser.parse_args(argv)
     args.size = TINY if args.quick else Size()
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 import prequal
-from prequal.bench.program import add_device, device_named, fill_numbers, in_turns, who_answers
+from prequal.bench.program import a_file, add_device, device_named, fill_numbers, in_turns, who_answers
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 QUESTIONS = (
@@ -235,8 +235,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer modules, narrow vectors, few runs")
     parser.add_argument("--rounds", type=int, default=None, help="5; 2 with --quick")
     parser.add_argument("--runs", type=int, default=None, help="of each variant, a round: 20; 2 with --quick")
-    parser.add_argument("--json", type=pathlib.Path, help="write all figures here")
-    parser.add_argument("--plot", type=pathlib.Path, help="write a PNG of what was found, and of times, here")
+    parser.add_argument("--json", type=a_file, help="write all figures here")
+    parser.add_argument("--plot", type=a_file, help="write a PNG of what was found, and of times, here")
     args = parser.parse_args(argv)
     fill_numbers(parser, args, {"width": (1024, 128), "queries": (1024, 64), "rounds": (5, 2), "runs": (20, 2)})
     if not 1 <= args.k <= 128:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 import prequal
-from prequal.bench.program import add_device, device_named, fill_numbers, who_answers
+from prequal.bench.program import a_file, add_device, device_named, fill_numbers, who_answers
 from prequal.bench.stats import Spread
 
 LOG_FLOOR = math.log(torch.finfo(torch.float32).tiny)  # of a state that no candidate speaks for; librosa does alike
@@ -444,8 +444,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--voices", type=int, default=None, help="16; 2 with --quick")
     parser.add_argument("--seconds", type=float, default=None, help="of the longest voice: 10; 2 with --quick")
     parser.add_argument("--runs", type=int, default=None, help="20; 2 with --quick. Of the others 2 at most")
-    parser.add_argument("--json", type=pathlib.Path, help="write all figures here")
-    parser.add_argument("--plot", type=pathlib.Path, help="write a PNG of the first voice here")
+    parser.add_argument("--json", type=a_file, help="write all figures here")
+    parser.add_argument("--plot", type=a_file, help="write a PNG of the first voice here")
     args = parser.parse_args(argv)
     fill_numbers(parser, args, {"voices": (16, 2), "seconds": (10.0, 2.0), "runs": (20, 2)})
     return args

@@ -9,7 +9,7 @@ import torch
 
 import prequal
 from prequal.bench.device import Host
-from prequal.bench.program import add_device, device_named, fill_numbers, in_turns, who_answers
+from prequal.bench.program import a_file, add_device, device_named, fill_numbers, in_turns, who_answers
 
 
 def parsed(*words):
@@ -71,3 +71,10 @@ def test_who_answers_says_why_not():
     found = who_answers(lambda: prequal.rms_norm(x, None, 1e-6))
     assert list(found) == ["rms_norm"]
     assert found["rms_norm"] not in ("fast", "")
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path):
+    assert a_file(str(tmp_path / "out.json")) == tmp_path / "out.json"
+    for text in (str(tmp_path), str(tmp_path / "nowhere" / "out.json")):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a file in a folder that is there"):
+            a_file(text)

@@ -103,9 +103,12 @@ def test_what_references_answer_is_not_claimed_to_be_gone(program):
         (["--hidden", "100"], "--hidden: expected a multiple of 8"),
         (
             ["--json", "nowhere/block.json"],
-            "--json: expected a file in a folder that is there, got 'nowhere/block.json'",
+            "argument --json: expected a file in a folder that is there, got 'nowhere/block.json'",
         ),
-        (["--plot", "nowhere/block.png"], "--plot: expected a file in a folder that is there, got 'nowhere/block.png'"),
+        (
+            ["--plot", "nowhere/block.png"],
+            "argument --plot: expected a file in a folder that is there, got 'nowhere/block.png'",
+        ),
         (["--device", "tpu"], "--device: expected cuda or cpu, got 'tpu'"),
         (["--ops", "geglu", "--variants", "patched"], "something to replace for geglu, got none in Block"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +27,14 @@ def _device(name: str) -> str:
     if name != "cpu" and not torch.cuda.is_available():
         raise argparse.ArgumentTypeError(f"expected a device of this machine, got {name!r}; there is no CUDA here")
     return name
+
+
+def a_file(text: str) -> pathlib.Path:
+    """Of an option that names a file to write: told before minutes of measuring, not after."""
+    path = pathlib.Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that is there, got {text!r}")
+    return path
 
 
 def device_named(name: str) -> Any:
