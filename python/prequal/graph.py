@@ -34,6 +34,7 @@ class _Sorted(abc.ABC):
     longest: int  # the greatest number of edges of a target
     t_longest: int  # and of a source
     in_order: bool  # edges came sorted by their targets: `edge` counts up
+    _num_nodes: int
     _built: dict[str, Any]
     _memory: list[Tensor]
 
@@ -41,8 +42,9 @@ class _Sorted(abc.ABC):
     def _edges(self) -> dict[str, tuple[Tensor, int]]:
         """By the names of the arguments: [2, E] each, and how many sources it counts through."""
 
-    @abc.abstractmethod
-    def _targets(self) -> int: ...
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
 
     def _keys(self) -> dict[str, Any]:
         return {name: _key_of(edges) for name, (edges, _) in self._edges().items()}
@@ -57,7 +59,7 @@ class _Sorted(abc.ABC):
             self._sort()
 
     def _sort(self) -> None:
-        all_edges, targets = self._edges(), self._targets()
+        all_edges, targets = self._edges(), self.num_nodes
         edges = sum(int(found.shape[1]) for found, _ in all_edges.values())
         nodes = sum(count for _, count in all_edges.values())
         # a sort takes as many passes as its keys have bytes
@@ -148,10 +150,6 @@ class GraphPlan(_Sorted):
         self.rebuild()
 
     @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @property
     def num_sources(self) -> int:
         return self._num_sources
 
@@ -178,9 +176,6 @@ class GraphPlan(_Sorted):
 
     def _edges(self) -> dict[str, tuple[Tensor, int]]:
         return {"edge_index": (self.edge_index, self.num_sources)}
-
-    def _targets(self) -> int:
-        return self.num_nodes
 
     def __reduce__(self) -> tuple[type[GraphPlan], tuple[Tensor, int, int]]:
         return type(self), (self.edge_index, self.num_nodes, self.num_sources)
@@ -229,10 +224,6 @@ class SpatioTemporalPlan(_Sorted):
         self.rebuild()
 
     @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @property
     def num_previous(self) -> int:
         return self._num_previous
 
@@ -241,9 +232,6 @@ class SpatioTemporalPlan(_Sorted):
             "spatial_edge_index": (self.spatial_edge_index, self.num_nodes),
             "temporal_edge_index": (self.temporal_edge_index, self.num_previous),
         }
-
-    def _targets(self) -> int:
-        return self.num_nodes
 
     def __reduce__(self) -> tuple[type[SpatioTemporalPlan], tuple[Tensor, Tensor, int, int]]:
         edges = self.spatial_edge_index, self.temporal_edge_index

@@ -19,6 +19,7 @@ import prequal
 from prequal import constraints
 from prequal.bench.shapes import knn as benchmarked
 from prequal.ops._clouds import KINDS, cloud
+from prequal.retrieval import chunks
 
 HERE = pathlib.Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
@@ -910,3 +911,11 @@ def test_every_piece_of_a_long_row_that_is_added_up_was_written_for_it(native, f
     for row, length in enumerate(lengths):
         chunks = (int(ends[row + 1]) - 1) // CHUNK - int(ends[row]) // CHUNK + 1
         assert written.tolist().count(row) == (chunks if length > LONG else 0)
+
+
+def test_the_search_in_python_knows_which_corpora_have_a_sample(native):
+    """The lists of a corpus without one are longer, and fewer queries lie together."""
+    out = (ctypes.c_int * 3)()
+    for rows, sampled in ((chunks.SMALL_CORPUS, False), (chunks.SMALL_CORPUS + 1, True)):
+        native.plan_search(rows, 10, 64, 132, 512, out)
+        assert (out[2] > 0) == sampled

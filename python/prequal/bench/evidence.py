@@ -137,6 +137,11 @@ def committed(
     return records, found
 
 
+def what_failed(row: Mapping[str, Any]) -> str | None:
+    """Why our answer has no time in this row; None where it has."""
+    return row.get("wrong", {}).get("prequal") or row.get("failed", {}).get("prequal")
+
+
 def wanting(record: Mapping[str, Any], listed: Iterable[str]) -> list[Finding]:
     """What a record says against itself: cases of its list that it does not have, answers that were wrong, tests that
     failed."""
@@ -147,7 +152,7 @@ def wanting(record: Mapping[str, Any], listed: Iterable[str]) -> list[Finding]:
         if case not in rows
     ]
     for case, row in rows.items():
-        if why := row.get("wrong", {}).get("prequal") or row.get("failed", {}).get("prequal"):
+        if why := what_failed(row):
             found.append(Finding("wrong", f"{name}, {case}", why))
     if record["gpu_tests"] == "failed":
         found.append(Finding("wrong", name, "the GPU tests of its sources failed"))
@@ -166,8 +171,7 @@ def compared(old: Mapping[str, Any], new: Mapping[str, Any], complete: bool = Tr
     after = {row["case"]: row for row in new["rows"]}
     for case, row in after.items():
         where = f"{name}, {case}"
-        why = row.get("wrong", {}).get("prequal") or row.get("failed", {}).get("prequal")
-        if why:
+        if why := what_failed(row):
             found.append(Finding("wrong", where, why))
         if case not in before:
             found.append(Finding("missing", where, "not in the committed evidence"))

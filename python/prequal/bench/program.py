@@ -31,10 +31,14 @@ def _device(name: str) -> str:
 
 def a_file(text: str) -> pathlib.Path:
     """Of an option that names a file to write: told before minutes of measuring, not after."""
-    path = pathlib.Path(text)
-    if path.is_dir() or not path.parent.is_dir():
+    if not can_be_a_file(text):
         raise argparse.ArgumentTypeError(f"expected a file in a folder that is there, got {text!r}")
-    return path
+    return pathlib.Path(text)
+
+
+def can_be_a_file(text: str) -> bool:
+    path = pathlib.Path(text).resolve()
+    return path.parent.is_dir() and not path.is_dir()
 
 
 def device_named(name: str) -> Any:

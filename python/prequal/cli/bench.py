@@ -105,8 +105,10 @@ def check_file(argument: str, path: str | None) -> None:
     """As check_folder; None and - are none."""
     if path in (None, "-"):
         return
+    from prequal.bench.program import can_be_a_file
+
     assert path is not None
-    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(os.path.realpath(path))):
+    if not can_be_a_file(path):
         raise InputError(argument, "a file in a folder that exists", path)
 
 
