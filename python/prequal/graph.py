@@ -5,7 +5,8 @@ from __future__ import annotations
 import abc
 import threading
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +17,32 @@ from .ops.message_passing import INDICES, lengths_of, sorted_by
 from .point_index import _key_of, _moved
 from .runtime.parameter_cache import watch
 
+T = TypeVar("T")
 MOST_NODES = 1 << 62
-_most_kept = 8
-_kept: OrderedDict[tuple[int, int, int | None], GraphPlan] = OrderedDict()
-_kept_lock = threading.Lock()
+
+
+class LastFew(Generic[T]):
+    """What was made last, by key, for any number of threads: two that ask for the same at once may both make it."""
+
+    def __init__(self, most: int = 8) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._made: OrderedDict[Hashable, T] = OrderedDict()
+
+    def get(self, key: Hashable) -> T | None:
+        with self._lock:
+            return self._made.get(key)
+
+    def put(self, key: Hashable, made: T) -> T:
+        """made, which is then the newest."""
+        with self._lock:
+            self._made[key] = made
+            self._made.move_to_end(key)
+            while len(self._made) > self._most:
+                self._made.popitem(last=False)
+        return made
+
+
+_kept: LastFew[GraphPlan] = LastFew()
 
 
 class _Sorted(abc.ABC):
@@ -163,16 +186,10 @@ class GraphPlan(_Sorted):
             TypeError, ValueError: as GraphPlan.
         """
         key = (id(edge_index), num_nodes, num_sources)
-        with _kept_lock:
-            plan = _kept.get(key)
+        plan = _kept.get(key)
         if plan is None or plan.edge_index is not edge_index or plan._built != plan._keys():
             plan = cls(edge_index, num_nodes, num_sources)
-        with _kept_lock:
-            _kept[key] = plan
-            _kept.move_to_end(key)
-            while len(_kept) > _most_kept:
-                _kept.popitem(last=False)
-        return plan
+        return _kept.put(key, plan)
 
     def _edges(self) -> dict[str, tuple[Tensor, int]]:
         return {"edge_index": (self.edge_index, self.num_sources)}

@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextvars
 import logging
 import sys
-import threading
-from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from prequal.graph import GraphPlan
+from prequal.graph import GraphPlan, LastFew
 from prequal.ops.message_passing import INDICES, message_passing
 from prequal.point_index import _key_of
 from prequal.runtime.parameter_cache import watch
@@ -43,10 +41,8 @@ HOOKS = tuple(
 
 _made: dict[type, type] = {}
 _told: set[tuple[str, str]] = set()
-_most_kept = 8
 # the edges, their key, what was made of them, and their memory, whose address the key names
-_norms: OrderedDict[tuple[Any, ...], tuple[Tensor, Any, tuple[Tensor, Tensor], Tensor]] = OrderedDict()
-_norms_lock = threading.Lock()
+_norms: LastFew[tuple[Tensor, Any, tuple[Tensor, Tensor], Tensor]] = LastFew()
 _given: contextvars.ContextVar[tuple[Tensor, Tensor] | None] = contextvars.ContextVar("_given", default=None)
 
 
@@ -177,19 +173,13 @@ def _forward_of_gcn(cls: Any) -> Any:
 def _normalised(cls: Any, module: Any, edge_index: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     how = (x.shape[0], module.improved, module.add_self_loops, module.flow, x.dtype)
     place, now = (id(edge_index), *how), _key_of(edge_index)
-    with _norms_lock:
-        found = _norms.get(place)
+    found = _norms.get(place)
     if found is None or found[0] is not edge_index or found[1] != now:
         gcn_norm = sys.modules[cls.__module__].gcn_norm  # type: ignore[attr-defined]
         with torch.inference_mode(False):
             found = (edge_index, now, gcn_norm(edge_index, None, *how), edge_index.detach())
         watch(edge_index)
-    with _norms_lock:
-        _norms[place] = found
-        _norms.move_to_end(place)
-        while len(_norms) > _most_kept:
-            _norms.popitem(last=False)
-    return found[2]
+    return _norms.put(place, found)[2]
 
 
 def _cached(self: Any) -> Any:
